@@ -1,0 +1,65 @@
+# Every target does its own set-up. `make help` prints this list.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+UV_VERSION := 0.13.9
+STAMP := $(VENV)/.installed
+
+.PHONY: help
+help: ## print this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z][a-z-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMP): requirements.lock pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip --version > /dev/null 2>&1 || $(BIN)/python -m ensurepip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "uv==$(UV_VERSION)"
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --quiet --require-hashes -r requirements.lock
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --quiet --no-deps --no-build-isolation -e .
+	touch $(STAMP)
+
+.PHONY: setup
+setup: $(STAMP) ## virtual environment with the locked packages
+
+.PHONY: broker
+broker: $(STAMP) ## fetch Apache Kafka for the tests (once; needs Java and Maven, else the embedded broker is used)
+	@cd tests && ../$(BIN)/python -m broker fetch || echo "no real broker here: tests use the embedded one and say what they did not prove"
+
+.PHONY: check
+check: $(STAMP) ## style, types, import rules, schema drift
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/batchferry schemas --check schemas
+
+.PHONY: test
+test: $(STAMP) broker ## every test (real broker where one can be had)
+	$(BIN)/pytest
+
+.PHONY: demo
+demo: $(STAMP) ## the main job on real input, with embedded broker and simulated provider
+	$(BIN)/batchferry demo
+
+.PHONY: bench
+bench: $(STAMP) broker ## ratios against raw client loops, and peak memory
+	cd tests && ../$(BIN)/python -m bench
+
+.PHONY: bench-big
+bench-big: $(STAMP) broker ## a 50,000-row, 150 MB batch through produce, run and results, with the service's peak memory
+	cd tests && ../$(BIN)/python -m bench big
+
+.PHONY: lock
+lock: ## resolve the locked package versions anew
+	test -x $(BIN)/uv || ($(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet "uv==$(UV_VERSION)")
+	$(BIN)/uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
+	  --no-emit-index-url --extra demo --group dev --quiet -o requirements.lock
+
+.PHONY: schemas
+schemas: $(STAMP) ## write the published JSON Schemas and the AsyncAPI document
+	$(BIN)/batchferry schemas --write schemas
+
+.PHONY: clean
+clean: ## remove what the targets made (not the broker cache)
+	rm -rf $(VENV) .demo .bench .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
