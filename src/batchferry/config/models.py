@@ -1,0 +1,509 @@
+"""The settings tree. Each default stands beside its reason; every bound carries its unit in its name.
+
+These models only say what one value may be. What values must be *together* is in ``checks.py``; where they
+come from is in ``load.py``.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from batchferry.config.values import Bytes, Count, Seconds, TextList, Topic, Window, named, routes_by_name
+from batchferry.domain.times import (
+    CANCEL_S,
+    DOWNLOAD_S,
+    RESCUE_LEAD_S,
+    WaitPlan,
+    parse_window_s,
+    plan_waits,
+)
+
+ENV_PREFIX = "BATCHFERRY_"
+ENV_DELIMITER = "__"
+
+Positive = Annotated[Count, Field(ge=1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Endpoint = Annotated[str, Field(pattern=r"^/[A-Za-z0-9/_.:-]+$")]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        use_attribute_docstrings=True,
+        str_strip_whitespace=True,
+        hide_input_in_errors=True,
+    )
+
+
+class KafkaSettings(_Section):
+    """How to reach the cluster. The usual ``KAFKA_*`` variables and Kafka's dotted names are understood too."""
+
+    bootstrap_servers: Annotated[TextList, Field(min_length=1)] = ("localhost:9092",)
+    """Brokers to ask first, ``host:port``."""
+    security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
+    """How the connection is protected."""
+    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] | None = None
+    """How we log in. Expiring tokens are left out: the client cannot renew them on a live connection."""
+    sasl_username: str | None = None
+    """Login name."""
+    sasl_password: SecretStr | None = None
+    """Login password; by environment or file."""
+    sasl_password_file: Path | None = None
+    """File that holds the password."""
+    ssl_cafile: Path | None = None
+    """Certificates to trust, PEM; without it the system's."""
+    ssl_certfile: Path | None = None
+    """Our certificate for mutual TLS, PEM."""
+    ssl_keyfile: Path | None = None
+    """Its key, PEM."""
+    client_id: str = "batchferry"
+    """Name shown in the broker's logs and quotas."""
+    rack: str | None = None
+    """Our rack or zone, so that fetches go to the nearest replica."""
+    compression: Literal["none", "gzip", "lz4", "zstd"] = "lz4"
+    """Of what we produce. lz4 costs the least CPU; gzip is an order of magnitude slower in Python."""
+    session_timeout_s: Seconds = 45.0
+    """A member silent for so long is taken for dead; a shorter time turns one slow moment into a rebalance."""
+    heartbeat_s: Seconds = 3.0
+    """Pause between heartbeats; bounds how soon a rebalance is noticed."""
+    rebalance_timeout_s: Seconds = 60.0
+    """How long a rebalance waits for a member; the client's own default of 10 s throws slow members out."""
+    max_poll_interval_s: Seconds = 300.0
+    """A consumer that has not asked for records for so long leaves the group."""
+    metadata_max_age_s: Seconds = 60.0
+    """How soon new partitions and moved leaders are noticed."""
+    request_timeout_s: Seconds = 20.0
+    """Deadline of one request to a broker."""
+    transaction_timeout_s: Seconds = 30.0
+    """After it the broker aborts a dead producer's transaction; until then readers of the outputs wait."""
+    fetch_max_bytes: Bytes = 16 * 1024 * 1024
+    """Most bytes of one answer to a fetch, so of what the consumer holds for each broker."""
+    partition_fetch_max_bytes: Bytes = 4 * 1024 * 1024
+    """Most bytes of one partition in it: few large fetches cost less than many small ones."""
+    fetch_min_bytes: Bytes = 1
+    """A broker answers once it has so much, or after half a second."""
+    produce_batch_bytes: Bytes = 512 * 1024
+    """Size of one produced record batch."""
+    produce_record_max_bytes: Bytes = 64 * 1024 * 1024
+    """Largest record we try to produce; a topic's own limit is read at start-up and rules where it is lower."""
+    check_crcs: bool = True
+    """Check checksums of consumed records; off gives about 60 % more speed at 4 KB records."""
+
+    @field_validator("bootstrap_servers")
+    @classmethod
+    def _host_and_port(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for server in value:
+            host, colon, port = server.rpartition(":")
+            if not colon or not host or not port.isdigit() or "/" in server:
+                raise ValueError("each broker is host:port")
+        return value
+
+
+KAFKA_ALIASES = {
+    "ssl.ca.location": "ssl_cafile",
+    "ssl.certificate.location": "ssl_certfile",
+    "ssl.key.location": "ssl_keyfile",
+    "client.rack": "rack",
+    "compression.type": "compression",
+}
+"""Kafka's own names that differ from ours by more than dots."""
+
+
+class TopicSettings(_Section):
+    """The topics. Input and outputs are yours; ``ledger`` and ``control`` are the service's own memory."""
+
+    requests: Topic = "requests"
+    """Input: one LLM request a record. Never compacted."""
+    results: Topic = "results"
+    """Outcomes that succeeded."""
+    failures: Topic = "failures"
+    """Outcomes that failed, with class, code and the original value."""
+    review: Topic | None = None
+    """Rows a person should look at; without it they go to ``failures``."""
+    events: Topic = "batch-events"
+    """Life-cycle of the batches."""
+    group: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,120}$")] = "batchferry"
+    """Consumer group; with the input's name it names the internal topics, so it is never changed later."""
+    ledger: Topic | None = None
+    """Compacted topic that says what happened to each offset; default ``<requests>.<group>.ledger``."""
+    control: Topic | None = None
+    """Compacted topic of facts about accounts and keys; default ``<requests>.<group>.control``."""
+    create: bool = True
+    """Make missing topics at start-up. Existing ones are never changed."""
+    partitions: Positive = 12
+    """Partitions of the topics we make: the most replicas that can share the work."""
+    replication_factor: Annotated[Count, Field(ge=0, le=10)] = 0
+    """Copies of each partition of the topics we make; 0 takes the cluster's default."""
+
+    @property
+    def ledger_topic(self) -> str:
+        """Name of the ledger topic, the default worked out."""
+        return self.ledger or f"{self.requests}.{self.group}.ledger"
+
+    @property
+    def control_topic(self) -> str:
+        """Name of the control topic, the default worked out."""
+        return self.control or f"{self.requests}.{self.group}.control"
+
+    @property
+    def review_topic(self) -> str:
+        """Where rows for review go."""
+        return self.review or self.failures
+
+
+class AccountLimits(_Section):
+    """What the provider takes. A route may ask for less, never for more."""
+
+    max_rows: Positive = 50_000
+    """Rows of one batch (OpenAI's limit)."""
+    max_file_bytes: Bytes = 200_000_000
+    """Bytes of one batch file (OpenAI's 200 MB)."""
+    max_inputs: Positive = 50_000
+    """Embedding inputs of one batch over all rows (OpenAI's limit)."""
+    enqueued_tokens: dict[str, Positive] = Field(default_factory=dict)
+    """Most tokens waiting at the provider, by model; a model not named here is not bounded."""
+
+
+class PollSettings(_Section):
+    """How often a batch is asked for its state."""
+
+    first_s: Seconds = 10.0
+    """Pause before the first poll."""
+    factor: Annotated[float, Field(ge=1.0, le=10.0)] = 1.5
+    """Each pause is so many times the one before."""
+    max_s: Seconds = 300.0
+    """Longest pause. It is part of what a route's margin must hold."""
+    floor_s: Annotated[Seconds, Field(ge=1.0)] = 10.0
+    """Shortest pause, whatever brings a poll forward: batches take minutes, and providers count calls."""
+    jitter: Annotated[float, Field(ge=0.0, le=0.5)] = 0.1
+    """Random part of a pause, so that batches of one moment do not poll in step."""
+    list_pages: Annotated[Count, Field(le=100)] = 5
+    """When many batches are due, read at most so many pages of the batch list before asking singly."""
+
+
+class TimeoutSettings(_Section):
+    """Deadlines of calls to the provider."""
+
+    connect_s: Seconds = 5.0
+    """Until a connection stands (the official client's value)."""
+    read_s: Seconds = 60.0
+    """Between two pieces of an answer."""
+    write_s: Seconds = 60.0
+    """Between two pieces of a request."""
+    upload_s: Seconds = 900.0
+    """A whole upload: 200 MB at about 2 Mbit/s."""
+    download_s: Seconds = 900.0
+    """A whole download."""
+    create_s: Seconds = 60.0
+    """The create call; without an answer by then the batch is looked up, never created blindly again."""
+
+
+class DialectSettings(_Section):
+    """Where a compatible server differs from OpenAI."""
+
+    file_purpose: str = "batch"
+    """The ``purpose`` of uploaded files."""
+    batch_metadata: bool = True
+    """Whether ``metadata`` may be sent with a create; without it our batches are found by their input file."""
+    file_expiry: bool = True
+    """Whether ``expires_after`` may be sent with an upload."""
+
+
+class AccountSettings(_Section):
+    """One account at a provider. A batch is always asked for with the account that made it."""
+
+    provider: Literal["openai"] = "openai"
+    """API family: OpenAI and whatever speaks like it."""
+    base_url: str = "https://api.openai.com/v1"
+    """Root of the API."""
+    api_key: SecretStr | None = None
+    """Key; by environment or file."""
+    api_key_file: Path | None = None
+    """File that holds the key."""
+    organization: str | None = None
+    """Sent as ``OpenAI-Organization``."""
+    project: str | None = None
+    """Sent as ``OpenAI-Project``."""
+    headers: dict[str, SecretStr] = Field(default_factory=dict)
+    """Further headers of every call; gateways often want one. Taken for secrets."""
+    completion_window: Window = "24h"
+    """Window asked for, in the provider's words; it is the longest that a batch may take."""
+    timeouts: TimeoutSettings = TimeoutSettings()
+    limits: AccountLimits = AccountLimits()
+    poll: PollSettings = PollSettings()
+    file_expiry_s: Annotated[Seconds, Field(ge=3600, le=2_592_000)] | None = 1_209_600.0
+    """Uploaded files delete themselves after so long (1 h to 30 d), in case we never come back; null: never."""
+    keep_files: bool = False
+    """Leave input and result files at the provider after landing. Off: they hold prompts and answers."""
+    max_concurrent_calls: Positive = 8
+    """Calls at one time."""
+    dialect: DialectSettings = DialectSettings()
+
+    @property
+    def window_s(self) -> float:
+        """Length of the completion window in seconds."""
+        return parse_window_s(self.completion_window)
+
+    @field_validator("base_url")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        scheme, colon, rest = value.partition("://")
+        host = rest.partition("/")[0]
+        if scheme not in {"http", "https"} or not colon or not host:
+            raise ValueError("an address like https://host/v1 is wanted")
+        if "@" in host:
+            raise ValueError("an address must not hold a password: use api_key_file or headers")
+        if "?" in rest or "#" in rest:
+            raise ValueError("an address must not hold a query or a fragment")
+        return value.rstrip("/")
+
+
+class RetrySettings(_Section):
+    """How often a row of a class is sent again."""
+
+    transient: Annotated[Count, Field(le=10)] = 1
+    """After 5xx, 429, a timeout or an empty answer: nothing is wrong with the row."""
+    missing: Annotated[Count, Field(le=10)] = 1
+    """After a completed batch that had no line for the row."""
+    expired: Annotated[Count, Field(le=10)] = 1
+    """After the completion window closed before the row was run."""
+
+
+class RouteSettings(_Section):
+    """What is promised to the requests it matches, and how large their batches are. The first match is taken."""
+
+    name: str = ""
+    """Its name, where routes are a list; else the key under which it stands."""
+    models: Annotated[TextList, Field(min_length=1)] = ("*",)
+    """Models it takes; ``*`` and ``?`` as in file names."""
+    endpoints: TextList = ()
+    """Endpoints it takes; none named: all."""
+    account: str = "default"
+    """Account that pays."""
+    endpoint: Endpoint = "/v1/chat/completions"
+    """Endpoint of a record that names none."""
+    sla_s: Seconds = 30 * 3600.0
+    """Promise: the outcome is there so long after the record began to wait."""
+    margin_s: Seconds = 2 * 3600.0
+    """Kept free behind the completion window for noticing, cancelling, fetching and a rescue."""
+    max_wait_s: Seconds | None = None
+    """Longest wait for a batch to leave; default and upper bound are SLA - window - margin."""
+    max_rows: Positive = 25_000
+    """A batch leaves with so many rows: half the provider's limit, so that one failure costs less."""
+    max_bytes: Bytes = 100_000_000
+    """A batch leaves with so many bytes: what nearly every compatible provider takes."""
+    max_tokens: Positive | None = None
+    """A batch leaves with so many estimated tokens; null: not bounded."""
+    max_inputs: Positive = 25_000
+    """A batch leaves with so many embedding inputs."""
+    retries: RetrySettings = RetrySettings()
+    duplicates: Literal["coalesce", "allow", "reject"] = "coalesce"
+    """The same request again while the first one waits: answered once, run twice, or refused."""
+    keep_oversize_answers_dir: Path | None = None
+    """Folder for answers that are larger than the output topic takes; null: they are only counted."""
+
+    def matches(self, model: str, endpoint: str | None) -> bool:
+        """Whether this route takes requests for the model at the endpoint (None: the record named none)."""
+        wanted = self.endpoint if endpoint is None else endpoint
+        return (not self.endpoints or wanted in self.endpoints) and any(
+            fnmatch.fnmatchcase(model, pattern) for pattern in self.models
+        )
+
+
+class LimitSettings(_Section):
+    """Bounds of the whole process: memory, disk, queues, transactions."""
+
+    max_open_keys: Positive = 2_000
+    """Batch keys that gather rows at one time; the model name is the caller's, so it must be bounded."""
+    max_record_bytes: Bytes = 8 * 1024 * 1024
+    """Largest input record that is accepted."""
+    max_json_depth: Annotated[Count, Field(ge=8, le=900)] = 200
+    """Deepest nesting of an input record."""
+    spool_high_bytes: Bytes = 8_000_000_000
+    """At so many spooled bytes the largest open batch is sealed, then consumption pauses."""
+    spool_low_bytes: Bytes = 6_000_000_000
+    """Below so many it resumes."""
+    spool_buffer_bytes: Bytes = 32 * 1024 * 1024
+    """Most spooled bytes still in memory."""
+    max_index_rows: Positive = 5_000_000
+    """Rows waiting or at a provider; about 40 bytes of disk each and their headers."""
+    poll_records: Positive = 2_000
+    """Most records of one reading of the input."""
+    settle_chunk_rows: Positive = 1_000
+    """A settle transaction takes so many outcomes,"""
+    settle_chunk_bytes: Bytes = 4 * 1024 * 1024
+    """or so many bytes,"""
+    settle_max_delay_s: Seconds = 2.0
+    """or what has come in so long. Below about 200 rows a transaction costs more than its outcomes."""
+    max_settle_transactions: Positive = 4
+    """Settle transactions open at one time in this process."""
+    settle_queue_rows: Positive = 5_000
+    """Outcomes of one partition waiting for a transaction; landing pauses there."""
+    max_batches_in_flight: Positive = 1_000
+    """Batches at providers at one time."""
+    max_uploads: Positive = 2
+    """Uploads at one time."""
+    max_downloads: Positive = 2
+    """Downloads at one time; their files are reserved on disk."""
+    mailbox_events: Positive = 1_000
+    """Events waiting for one batch."""
+    max_clock_skew_s: Seconds = 60.0
+    """Our clock may differ so much from the provider's before no lateness is judged, and from a record's."""
+    missing_grace_s: Seconds = 900.0
+    """A completed batch with fewer lines than it counted is asked again for so long."""
+    missing_confirm_s: Seconds = 60.0
+    """A row is missing only when two complete downloads so far apart agree."""
+    file_reuse_s: Seconds = 600.0
+    """After a definite refusal the same file may be used for another create for so long."""
+    submit_ttl_s: Annotated[Seconds, Field(ge=2)] = 120.0
+    """A create may be sent only so long after its intent was written; a successor waits as long."""
+    resolve_lag_s: Seconds = 5.0
+    """A successor waits so much longer: the creator's clock may run behind."""
+    lookup_pause_s: Seconds = 60.0
+    """Between the two look-ups that must agree before a lost create counts as never made."""
+    window_grace_s: Seconds = 1800.0
+    """A batch still running so long after its window is cancelled and its partial results are landed."""
+    restore_timeout_s: Seconds = 120.0
+    """Deadline for reading one partition's ledger."""
+
+
+class ServerSettings(_Section):
+    """The admin address: probes, metrics, read-only JSON."""
+
+    enabled: bool = True
+    """Whether it is served at all."""
+    host: str = "127.0.0.1"
+    """Address to listen on; in a container ``0.0.0.0``, so that probes and Prometheus reach it."""
+    port: Port = 8080
+    """Port; 0 takes a free one."""
+    token: SecretStr | None = None
+    """When set, ``/api`` asks for it as a bearer token; probes and metrics never do."""
+    token_file: Path | None = None
+    """File that holds the token."""
+
+
+class LogSettings(_Section):
+    """Logs of our own events. Payload is never in them, at any level."""
+
+    format: Literal["auto", "json", "human"] = "auto"
+    """``auto``: human on a terminal, JSON elsewhere."""
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least level that is written."""
+
+
+class OtelSettings(_Section):
+    """OpenTelemetry. ``/metrics`` needs none of it; export follows the standard ``OTEL_*`` variables."""
+
+    enabled: bool = True
+    """Export metrics and traces when an ``OTEL_EXPORTER_OTLP_*ENDPOINT`` variable is set."""
+    service_name: str = "batchferry"
+    """Unless ``OTEL_SERVICE_NAME`` says otherwise."""
+
+
+class ClockSettings(_Section):
+    """Time runs faster in rehearsals: ``now = origin + (wall clock - started) * speed``. Never for real work."""
+
+    speed: Annotated[float, Field(gt=0, le=100_000)] = 1.0
+    """How many seconds pass in one."""
+    origin: AwareDatetime | None = None
+    """What the clock showed"""
+    started: AwareDatetime | None = None
+    """when the wall clock showed this. The simulator must be given the same three values."""
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether this is a rehearsal."""
+        return self.origin is not None or self.speed != 1.0
+
+
+class Settings(BaseSettings):
+    """All settings of one process.
+
+    Reads nothing by itself: ``load_settings`` gathers the sources and makes it.
+    """
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        use_attribute_docstrings=True,
+        hide_input_in_errors=True,
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter=ENV_DELIMITER,
+        case_sensitive=False,
+    )
+
+    kafka: KafkaSettings = KafkaSettings()
+    topics: TopicSettings = TopicSettings()
+    accounts: Annotated[dict[str, AccountSettings], named] = Field(
+        default_factory=lambda: {"default": AccountSettings()}
+    )
+    """Provider accounts by name."""
+    routes: Annotated[
+        dict[str, RouteSettings],
+        BeforeValidator(routes_by_name, json_schema_input_type=dict[str, RouteSettings] | list[RouteSettings]),
+        named,
+    ] = Field(default_factory=lambda: {"default": RouteSettings(name="default")})
+    """Routes by name, in the order in which they are tried; in a file also a list whose items have a ``name``."""
+    limits: LimitSettings = LimitSettings()
+    state_dir: Path = Path("state")
+    """Folder of index, spool and result files. A cache: wiped at every start, so it is nobody else's folder."""
+    server: ServerSettings = ServerSettings()
+    log: LogSettings = LogSettings()
+    otel: OtelSettings = OtelSettings()
+    clock: ClockSettings = ClockSettings()
+    stop_budget_s: Annotated[Seconds, Field(ge=1)] = 25.0
+    """Time for draining after SIGTERM; below the 30 s after which Kubernetes kills."""
+    cancel_s: Seconds = CANCEL_S
+    """How long a provider may take to cancel; part of what a margin must hold."""
+    download_s: Seconds = DOWNLOAD_S
+    """How long fetching a batch's results takes; part of what a margin must hold."""
+    rescue_lead_s: Seconds = RESCUE_LEAD_S
+    """Time for running a batch's rows another way; part of what a margin must hold."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003 - the library passes all of these by keyword
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Nothing but what the caller hands over: the environment is read by the loader alone."""
+        return (init_settings,)
+
+    @model_validator(mode="after")
+    def _route_names(self) -> Self:
+        for name, route in self.routes.items():
+            if route.name != name:
+                self.routes[name] = route.model_copy(update={"name": name})
+        return self
+
+    def route_for(self, model: str, endpoint: str | None = None) -> RouteSettings | None:
+        """The first route that takes this model and endpoint."""
+        return next((route for route in self.routes.values() if route.matches(model, endpoint)), None)
+
+    def account_of(self, route: RouteSettings) -> AccountSettings:
+        """The account that pays for a route."""
+        return self.accounts[route.account]
+
+    def wait_plan(self, route: RouteSettings) -> WaitPlan:
+        """The deadline arithmetic of a route."""
+        return plan_waits(route.sla_s, self.account_of(route).window_s, route.margin_s, route.max_wait_s)

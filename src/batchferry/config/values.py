@@ -1,0 +1,125 @@
+"""The types of setting values: lengths of time, sizes, lists and names, as people write them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from batchferry.domain.times import parse_duration_s, parse_window_s
+
+_SIZE_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 1000,
+    "mb": 1000**2,
+    "gb": 1000**3,
+    "kib": 1024,
+    "mib": 1024**2,
+    "gib": 1024**3,
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
+# Helm writes large whole numbers as 8e+09, which YAML then takes for text.
+_SCIENTIFIC = re.compile(r"\d+(\.\d+)?e\+?\d{1,2}", re.IGNORECASE)
+_NAME = re.compile(r"[a-z0-9]+(?:[-_][a-z0-9]+)*")
+_TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
+
+
+def _seconds(value: object) -> object:
+    return parse_duration_s(value) if isinstance(value, str) else _no_flag(value)
+
+
+def _size(value: object) -> object:
+    if not isinstance(value, str):
+        return _no_flag(value)
+    if _SCIENTIFIC.fullmatch(value.strip()):
+        return _count(value)
+    match = _SIZE.fullmatch(value.strip().lower().replace("_", ""))
+    if match is None or match[2] not in _SIZE_UNITS:
+        raise ValueError("not a size: write a number of bytes, or one with kB, MB, GB, KiB, MiB or GiB behind it")
+    return round(float(match[1]) * _SIZE_UNITS[match[2]])
+
+
+def _count(value: object) -> object:
+    if not isinstance(value, str):
+        return _no_flag(value)
+    plain = value.replace("_", "").strip()
+    return int(Decimal(plain)) if _SCIENTIFIC.fullmatch(plain) else plain
+
+
+def _no_flag(value: object) -> object:
+    # YAML's `yes` and `on` are booleans, and a boolean would pass as 1 wherever a number is wanted.
+    if isinstance(value, bool):
+        raise ValueError("a number is wanted, not true or false")  # noqa: TRY004 - pydantic gathers ValueError
+    return value
+
+
+def _list(value: object) -> object:
+    """Take a list, JSON text of a list, or words with commas between them."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("["):
+        return json.loads(value)
+    return tuple(part for part in (piece.strip() for piece in value.split(",")) if part)
+
+
+def _window(value: str) -> str:
+    parse_window_s(value)
+    return value
+
+
+def _topic(value: str) -> str:
+    if not _TOPIC.fullmatch(value) or value in {".", ".."}:
+        raise ValueError("not a Kafka topic name: up to 249 of letters, digits, '.', '_' and '-'")
+    return value
+
+
+def _names(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name in value:
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"{name!r} is not a name: small letters and digits, single '-' or '_' between them,"
+                " so that it can stand in an environment variable, a label and an address"
+            )
+    return value
+
+
+def routes_by_name(value: Any) -> Any:
+    """A list of things with a ``name`` as a mapping, order kept; anything else as it is.
+
+    Lists keep their order everywhere; a mapping loses it in tools that sort keys, as Helm does.
+
+    Raises:
+        ValueError: an item without a name, or two with the same.
+    """
+    if not isinstance(value, list | tuple):
+        return value
+    by_name: dict[str, Any] = {}
+    for number, item in enumerate(value, 1):
+        name = item.get("name") if isinstance(item, dict) else getattr(item, "name", None)
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"item {number} of the list has no name")
+        if name in by_name:
+            raise ValueError(f"two items of the list have the name {name!r}")
+        by_name[name] = item
+    return by_name
+
+
+Seconds = Annotated[float, BeforeValidator(_seconds, json_schema_input_type=float | str), Field(ge=0)]
+"""A length of time: seconds, or text like ``30h``, ``1h 30m``, ``PT30H``."""
+Bytes = Annotated[int, BeforeValidator(_size, json_schema_input_type=int | str), Field(gt=0)]
+"""A size: bytes, or text like ``100MB`` (1000s) and ``4MiB`` (1024s)."""
+Count = Annotated[int, BeforeValidator(_count, json_schema_input_type=int | str), Field(ge=0)]
+"""A whole number, 0 or more; ``50_000`` may be written so."""
+Window = Annotated[str, AfterValidator(_window)]
+"""A completion window in the provider's own words (``24h``); it is sent as it stands."""
+Topic = Annotated[str, AfterValidator(_topic)]
+TextList = Annotated[tuple[str, ...], BeforeValidator(_list, json_schema_input_type=list[str] | str)]
+"""A list of texts; in an environment variable JSON, or words with commas between them."""
+
+named = AfterValidator(_names)
+"""For mappings whose keys are names that we show and take from environment variables."""
