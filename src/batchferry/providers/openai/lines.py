@@ -1,0 +1,538 @@
+r"""Result lines: taken apart on the hot path, and read again tolerantly when they are not quite JSON.
+
+**Strict reading.** The line is decoded with its ``response.body`` left raw, so the provider's bytes go out as they
+came; then the body is decoded a second time for the few members that decide class, flags and usage. The strict
+decoder checks the grammar of what it skips but not its UTF-8, which is therefore checked first.
+
+**Tolerant reading.** A line that fails is mended token by token and read again. Nothing that carries meaning is
+lost or re-rendered: numbers, keys, order and valid strings stay as they were. What is changed is exactly what JSON
+does not allow: bytes that are no UTF-8 become U+FFFD, raw control characters inside strings become their ``\u00XX``
+escape, ``NaN`` and ``Infinity`` become ``null``, a byte order mark and NUL padding around the line are dropped. An
+escaped half of a surrogate pair is allowed by the JSON grammar (though many parsers refuse it) and stays. A line
+that cannot be mended is an ``UnreadableLine``, with the wire id if a ``custom_id`` can still be seen in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin
+
+import msgspec
+from msgspec import Raw, Struct
+
+from batchferry.domain.ids import parse_wire_id
+from batchferry.domain.provider import Usage
+from batchferry.domain.rows import ResultLine, RowClass, RowFlag, UnreadableLine
+from batchferry.providers.openai.classes import NO_FACTS, ErrorFacts, classify_row
+from batchferry.providers.openai.wire import NotOurShape, body_error, error_facts, read_json, safe_code
+
+_NOTHING = frozenset({b"", b"null", b'""', b"[]", b"{}", b"false"})
+"""JSON values that say nothing where text, parts or an error could stand."""
+_NOTHING_BYTES = 16
+"""Anything longer says something; this spares hashing a whole answer."""
+_ABSENT = Raw()
+"""The value of a member that is not there; it costs nothing to recognise."""
+
+
+# ------------------------------------------------------------------------------- what is read of a line
+
+
+class _Response(Struct, gc=False):
+    status_code: int | None = None
+    request_id: str | None = None
+    body: Raw = _ABSENT
+
+
+class _Line(Struct, gc=False):
+    custom_id: str | int | None = None
+    response: _Response | None = None
+    error: Raw = _ABSENT
+
+
+class _CachedTokens(Struct, gc=False):
+    cached_tokens: int | None = None
+
+
+class _Usage(Struct, gc=False):
+    """Both vocabularies: chat, completions and embeddings say prompt and completion, responses input and output."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _CachedTokens | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    input_tokens_details: _CachedTokens | None = None
+    total_tokens: int | None = None
+
+
+class _Body(Struct, gc=False):
+    """What every endpoint's answer may have."""
+
+    model: str | None = None
+    usage: _Usage | None = None
+    error: Raw = _ABSENT
+
+
+class _Message(Struct, gc=False):
+    content: Raw = _ABSENT
+    refusal: str | None = None
+    tool_calls: list[Raw] | None = None
+    function_call: dict[str, Raw] | None = None
+    audio: dict[str, Raw] | None = None
+
+
+class _Choice(Struct, gc=False):
+    finish_reason: str | None = None
+    message: _Message | None = None
+    text: Raw = _ABSENT
+
+
+class _ChoicesBody(_Body, gc=False):
+    choices: list[_Choice] | None = None
+
+
+class _Incomplete(Struct, gc=False):
+    reason: str | None = None
+
+
+class _Item(Struct, gc=False):
+    type: str | None = None
+    content: Raw = _ABSENT
+
+
+class _Part(Struct, gc=False):
+    type: str | None = None
+    text: Raw = _ABSENT
+
+
+class _ResponsesBody(_Body, gc=False):
+    status: str | None = None
+    incomplete_details: _Incomplete | None = None
+    output: list[_Item] | None = None
+
+
+class _DataBody(_Body, gc=False):
+    data: list[Raw] | None = None
+
+
+class _ResultsBody(_Body, gc=False):
+    results: list[Raw] | None = None
+
+
+class _Findings(NamedTuple):
+    """What a 2xx body says: no class means a success."""
+
+    flags: tuple[RowFlag, ...] = ()
+    row_class: RowClass | None = None
+    code: str | None = None
+
+
+def _says(raw: Raw | bytes) -> bool:
+    """Whether a JSON value says anything; blanks do not."""
+    if raw is _ABSENT:
+        return False
+    given = bytes(raw)
+    return len(given) > _NOTHING_BYTES or given.translate(None, b" \t\r\n") not in _NOTHING
+
+
+# -------------------------------------------------------------------------------- one reader a shape
+
+_ANSWERED = _Findings()
+_EMPTY = _Findings((RowFlag.EMPTY,))
+
+
+def _judge_choices(body: _ChoicesBody) -> _Findings:
+    """Chat and plain completions. With several choices the worst counts: their flags add up."""
+    if not body.choices:
+        return _EMPTY
+    flags: list[RowFlag] = []
+    answered = False
+    for choice in body.choices:
+        message, reason = choice.message, choice.finish_reason
+        has_text, refused, calls = _says(choice.text), False, False
+        if message is not None:
+            has_text = has_text or _says(message.content) or bool(message.audio)
+            refused = bool(message.refusal)
+            calls = bool(message.tool_calls or message.function_call)
+        if reason == "stop" and has_text and not refused and not calls:
+            answered = True
+            continue
+        if reason == "length":
+            flags.append(RowFlag.TRUNCATED)
+        elif reason == "content_filter":
+            flags.append(RowFlag.FILTERED)
+        if refused:
+            flags.append(RowFlag.REFUSED)
+        if calls or reason in {"tool_calls", "function_call"}:
+            flags.append(RowFlag.TOOL_CALL_PENDING)
+        elif not has_text and not refused:
+            flags.append(RowFlag.EMPTY)
+        answered = answered or has_text or refused or calls
+    return _sum_up(flags, answered)
+
+
+_CALL_ITEMS = frozenset(
+    {
+        "function_call",
+        "custom_tool_call",
+        "computer_call",
+        "local_shell_call",
+        "shell_call",
+        "apply_patch_call",
+        "mcp_approval_request",
+    }
+)
+"""Output items of the responses endpoint that wait for the caller; other tool items were carried out by the server."""
+
+_parts = msgspec.json.Decoder(list[_Part])
+
+
+def _judge_responses(body: _ResponsesBody) -> _Findings:
+    flags: list[RowFlag] = []
+    answered = False
+    for item in body.output or ():
+        if item.type in _CALL_ITEMS:
+            flags.append(RowFlag.TOOL_CALL_PENDING)
+            answered = True
+        elif item.type == "message":
+            try:
+                parts = _parts.decode(item.content) if _says(item.content) else []
+            except (msgspec.DecodeError, RecursionError):
+                answered = True  # text in another form is text
+                continue
+            for part in parts:
+                if part.type == "refusal":
+                    flags.append(RowFlag.REFUSED)
+                    answered = True
+                else:
+                    answered = answered or part.type != "output_text" or _says(part.text)
+        elif item.type != "reasoning":
+            answered = True
+    status = (body.status or "completed").lower()
+    if status == "incomplete":
+        reason = body.incomplete_details.reason if body.incomplete_details else None
+        flags.append(RowFlag.FILTERED if reason == "content_filter" else RowFlag.TRUNCATED)
+    elif status != "completed":
+        return _Findings(row_class=RowClass.TRANSIENT, code=safe_code(f"response_{status}"))
+    if not answered:
+        flags.append(RowFlag.EMPTY)
+    return _sum_up(flags, answered)
+
+
+def _sum_up(flags: list[RowFlag], answered: bool) -> _Findings:
+    if not flags:
+        return _ANSWERED
+    unique = tuple(dict.fromkeys(flags))
+    blocked = not answered and RowFlag.FILTERED in unique
+    return _Findings(unique, RowClass.CONTENT_FILTERED if blocked else None)
+
+
+def _judge_data(body: _DataBody) -> _Findings:
+    return _ANSWERED if body.data else _EMPTY
+
+
+def _judge_results(body: _ResultsBody) -> _Findings:
+    return _ANSWERED if body.results else _EMPTY
+
+
+def _judge_any(_body: _Body) -> _Findings:
+    return _ANSWERED
+
+
+class _Shape(NamedTuple):
+    """How the body of one endpoint is read and judged."""
+
+    type: type[_Body]
+    decode: Callable[[Any], _Body]
+    judge: Callable[[Any], _Findings]
+
+
+_SHAPES: tuple[tuple[str, _Shape], ...] = tuple(
+    (ending, _Shape(kind, msgspec.json.Decoder(kind).decode, judge))
+    for ending, kind, judge in (
+        ("/completions", _ChoicesBody, _judge_choices),
+        ("/chat/ds-test", _ChoicesBody, _judge_choices),  # DashScope's free rehearsal endpoint
+        ("/responses", _ResponsesBody, _judge_responses),
+        ("/embeddings", _DataBody, _judge_data),
+        ("/moderations", _ResultsBody, _judge_results),
+        ("", _Body, _judge_any),
+    )
+)
+
+
+@lru_cache(maxsize=64)
+def _shape_of(endpoint: str) -> _Shape:
+    """By the end of the path: servers differ in what stands in front."""
+    path = endpoint.partition("?")[0].rstrip("/").lower()
+    return next(shape for ending, shape in _SHAPES if path.endswith(ending))
+
+
+# ---------------------------------------------------------------------------------------- the reading
+
+_line = msgspec.json.Decoder(_Line)
+
+
+def read_line(line: bytes, endpoint: str) -> ResultLine | UnreadableLine:
+    """Take one result line apart and judge its row; see the module's text."""
+    try:
+        if not line.isascii():
+            line.decode()
+        read = _line.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _read_tolerantly(line, endpoint)
+    wire_id = read.custom_id
+    if wire_id is None or wire_id == "":
+        return UnreadableLine("no custom_id")
+    if wire_id.__class__ is not str:
+        wire_id = str(wire_id)
+    response = read.response
+    if response is None:
+        return _without_response(wire_id, bytes(read.error))
+    body, status = bytes(response.body), response.status_code
+    if status == 200 and len(body) > _NOTHING_BYTES:  # nearly every line
+        return _answered(wire_id, status, response.request_id, body, body, read.error, _shape_of(endpoint))
+    return _with_response(wire_id, status, response.request_id, body, body, read.error, _shape_of(endpoint))
+
+
+def _with_response(
+    wire_id: str,
+    status: int | None,
+    request_id: str | None,
+    body: bytes,
+    readable: bytes,
+    error: Raw | bytes,
+    shape: _Shape,
+) -> ResultLine:
+    """Judge a line that has a response; ``readable`` is ``body`` as the strict decoder takes it."""
+    kept = None if body in (b"", b"null") else body
+    if status is None or 200 <= status < 300:
+        if not _says(readable):
+            if _says(error):
+                return _failed(wire_id, status, request_id, kept, _error_of(error), None)
+            return ResultLine(wire_id, RowClass.TRANSIENT, status, request_id, kept, "empty_body")
+        return _answered(wire_id, status, request_id, body, readable, error, shape)
+    facts = None
+    if _says(readable):
+        try:
+            value = read_json(readable)
+        except NotOurShape:
+            value = None
+        facts = body_error(value)
+        if facts is None and isinstance(value, dict) and isinstance(value.get("error"), str):
+            facts = error_facts(value["error"])
+        elif facts is None:
+            facts = error_facts(value)
+    return _failed(wire_id, status, request_id, kept, facts or NO_FACTS, _error_of(error))
+
+
+def _answered(
+    wire_id: str,
+    status: int | None,
+    request_id: str | None,
+    body: bytes,
+    readable: bytes,
+    error: Raw | bytes,
+    shape: _Shape,
+) -> ResultLine:
+    """Judge a 2xx with a body, or a body without a status."""
+    try:
+        read = shape.decode(readable)
+    except (msgspec.DecodeError, RecursionError):
+        read = _loosely(shape.type, _or_none(readable))
+    usage, model = _usage(read.usage), read.model
+    if _says(read.error):
+        facts = _error_of(bytes(read.error))
+        return _failed(wire_id, status, request_id, body, facts, None, usage, model)
+    if status is None:
+        # Servers that leave members out may leave the status out, but never what makes the answer an answer.
+        value = _or_none(readable)
+        if not (isinstance(value, dict) and value.keys() & {"choices", "output", "data", "results", "object"}):
+            facts = body_error(value) or _error_of(error)
+            return _failed(wire_id, None, request_id, body, facts, ErrorFacts(code="no_status"), usage, model)
+    findings = shape.judge(read) if readable[:1] == b"{" else _ANSWERED
+    return ResultLine(
+        wire_id,
+        findings.row_class or RowClass.SUCCEEDED,
+        status,
+        request_id,
+        body,
+        findings.code,
+        "",
+        findings.flags,
+        usage,
+        model,
+    )
+
+
+def _without_response(wire_id: str, error: bytes) -> ResultLine:
+    facts = _error_of(error)
+    if facts is NO_FACTS:
+        return ResultLine(wire_id, RowClass.TRANSIENT, code="no_outcome")
+    return _failed(wire_id, None, None, None, facts, None)
+
+
+def _failed(
+    wire_id: str,
+    status: int | None,
+    request_id: str | None,
+    body: bytes | None,
+    facts: ErrorFacts,
+    second: ErrorFacts | None,
+    usage: Usage | None = None,
+    model: str | None = None,
+) -> ResultLine:
+    """A row that did not succeed; ``second`` helps out where ``facts`` says nothing."""
+    if second is not None and facts == NO_FACTS:
+        facts = second
+    row_class = classify_row(status, facts)
+    code = facts.code or facts.type
+    known = status if status is not None else facts.http_status
+    return ResultLine(wire_id, row_class, known, request_id, body, code, facts.message, (), usage, model)
+
+
+def _error_of(raw: Raw | bytes) -> ErrorFacts:
+    if not _says(raw):
+        return NO_FACTS
+    value = _or_none(bytes(raw))
+    return body_error(value) or error_facts(value)
+
+
+def _or_none(raw: bytes) -> Any:
+    try:
+        return read_json(raw)
+    except NotOurShape:
+        return None
+
+
+def _usage(read: _Usage | None) -> Usage | None:
+    """Tokens in either vocabulary; None where the server counts nothing."""
+    if read is None:
+        return None
+    taken = read.prompt_tokens if read.prompt_tokens is not None else read.input_tokens
+    given = read.completion_tokens if read.completion_tokens is not None else read.output_tokens
+    if taken is None and given is None:
+        taken = read.total_tokens
+        if taken is None:
+            return None
+    details = read.prompt_tokens_details or read.input_tokens_details
+    cached = details.cached_tokens if details is not None else None
+    return Usage(
+        taken if taken and taken > 0 else 0,
+        given if given and given > 0 else 0,
+        cached if cached and cached > 0 else 0,
+    )
+
+
+# -------------------------------------------------------------------------------- the tolerant reading
+
+_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|-?\b(?:NaN|Infinity)\b', re.DOTALL)
+_CONTROL = re.compile(r"[\x00-\x1f]")
+_NO_NUMBER = ("NaN", "Infinity")
+_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
+_ESCAPE = re.compile(
+    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[dD][c-fC-F][0-9a-fA-F]{2})?|u[dD][c-fC-F][0-9a-fA-F]{2}|.)", re.DOTALL
+)
+_HALF_PAIR_CHARS = 6
+_CUSTOM_ID = re.compile(rb'"custom_id"\s*:\s*"([^"\\\x00-\x1f]{1,128})"')
+
+
+def _mend_token(match: re.Match[str]) -> str:
+    token = match.group()
+    if token[0] != '"':
+        return "null"
+    return _CONTROL.sub(lambda control: f"\\u{ord(control.group()):04x}", token)
+
+
+def _hide_half_pair(match: re.Match[str]) -> str:
+    """The escape of half a surrogate pair becomes that of U+FFFD, which is as long."""
+    escape = match.group()
+    return r"\ufffd" if len(escape) == _HALF_PAIR_CHARS else escape
+
+
+def _visible_id(line: bytes) -> str | None:
+    """The id in a line that cannot be read: the first ``custom_id`` that is one of ours, else the first at all."""
+    found = [match.decode(errors="replace") for match in _CUSTOM_ID.findall(line)]
+    return next((text for text in found if parse_wire_id(text) is not None), found[0] if found else None)
+
+
+def _read_tolerantly(line: bytes, endpoint: str) -> ResultLine | UnreadableLine:
+    text = line.decode(errors="replace").strip("\ufeff\x00 \t\r\n")
+    if not text:
+        return UnreadableLine("empty line")
+    if _CONTROL.search(text) or any(word in text for word in _NO_NUMBER):
+        text = _TOKEN.sub(_mend_token, text)
+    mended = readable = text.encode()
+    if _HALF_PAIR.search(text):
+        readable = _ESCAPE.sub(_hide_half_pair, text).encode()
+    try:
+        members = msgspec.json.decode(readable, type=dict[str, Raw])
+        response = msgspec.json.decode(members.get("response") or b"null", type=dict[str, Raw] | None)
+    except msgspec.ValidationError:
+        return UnreadableLine("not a result object", _visible_id(line))
+    except RecursionError:
+        return UnreadableLine("nested too deep", _visible_id(line))
+    except msgspec.DecodeError:
+        return UnreadableLine("not JSON", _visible_id(line))
+    custom_id = _or_none(bytes(members.get("custom_id", b"null")))
+    if not isinstance(custom_id, str | int | float) or isinstance(custom_id, bool) or custom_id == "":
+        return UnreadableLine("no custom_id")
+    error = bytes(members.get("error", b""))
+    if response is None:
+        return _without_response(str(custom_id), error)
+    about = _loosely(_Response, {name: _or_none(bytes(raw)) for name, raw in response.items() if name != "body"})
+    body = bytes(response.get("body", b""))
+    # Both texts are equally long, so the body lies at the same place in each.
+    start = readable.find(body)
+    return _with_response(
+        str(custom_id),
+        about.status_code,
+        about.request_id,
+        mended[start : start + len(body)],
+        body,
+        error,
+        _shape_of(endpoint),
+    )
+
+
+_S = TypeVar("_S", bound=Struct)
+
+
+@lru_cache(maxsize=64)
+def _members_of(kind: type[Struct]) -> tuple[tuple[str, Any], ...]:
+    """Names of a struct's members and the types they have when they are there."""
+    found: list[tuple[str, Any]] = []
+    for member in msgspec.structs.fields(kind):
+        options = get_args(member.type) if get_origin(member.type) is UnionType else (member.type,)
+        found.append((member.name, next(option for option in options if option is not NoneType)))
+    return tuple(found)
+
+
+def _loosely(kind: type[_S], value: Any) -> _S:
+    """Build ``kind`` from whatever fits: a member of the wrong type counts as absent, numbers may be texts."""
+    members: dict[str, Any] = {}
+    for name, wanted in _members_of(kind) if isinstance(value, dict) else ():
+        given = value.get(name)
+        if given is None:
+            continue
+        if wanted is Raw:
+            members[name] = Raw(msgspec.json.encode(given))
+        elif get_origin(wanted) is dict:
+            if isinstance(given, dict):
+                members[name] = {str(key): Raw(msgspec.json.encode(each)) for key, each in given.items()}
+        elif get_origin(wanted) is list:
+            if isinstance(given, list):
+                (inner,) = get_args(wanted)
+                members[name] = [
+                    Raw(msgspec.json.encode(each)) if inner is Raw else _loosely(inner, each) for each in given
+                ]
+        elif isinstance(wanted, type) and issubclass(wanted, Struct):
+            members[name] = _loosely(wanted, given)
+        else:
+            try:
+                members[name] = msgspec.convert(given, wanted, strict=False)
+            except msgspec.ValidationError:
+                continue
+    return kind(**members)
