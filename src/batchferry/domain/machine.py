@@ -547,9 +547,17 @@ def _admitted(batch: Batch, _event: Event, now: datetime, _settings: MachineSett
     return Transition(_enter(batch, S.UPLOADING, now, tries=batch.tries), (UploadInput(),))
 
 
-@_on((S.SEALED, S.UPLOADING), InputUnusable, to=(S.DISSOLVED,))
+@_on((S.SEALED, S.UPLOADING), InputUnusable, to=(S.REFUSED,))
 def _unusable(batch: Batch, _event: Event, now: datetime, _settings: MachineSettings) -> Transition:
-    return Transition(_enter(batch, S.DISSOLVED, now), (HandRowsOn("partition_moved"),))
+    return Transition(_enter(batch, S.REFUSED, now), (HandRowsOn("partition_moved"),))
+
+
+@_on(S.REFUSED, InputUploaded)
+def _uploaded_for_nothing(
+    batch: Batch, event: InputUploaded, _now: datetime, _settings: MachineSettings
+) -> Transition:
+    """The upload was under way when a partition moved: its file names rows that are not ours any more."""
+    return Transition(replace(batch, input_file_id=event.file_id), (DeleteInput(),))
 
 
 @_on(S.UPLOADING, InputUploaded, to=(S.SUBMITTING,))
@@ -869,6 +877,8 @@ _ignore((*_BEFORE, S.CANCELLING, *_AFTER), CancelWanted)
 _ignore((*_AFTER, S.VALIDATING, S.IN_PROGRESS, S.FINALIZING), CancelAnswered, CancelFailed)
 _ignore((*_BEFORE, S.LANDING, *_END), LotGained)
 _ignore(_ALL, SubmittedRecorded)
+_ignore((S.SUBMITTING, S.SUBMISSION_UNKNOWN, S.REFUSED, *IN_FLIGHT, S.LANDING, S.LANDED), InputUnusable)
+_ignore((S.REFUSED,), Admitted, UploadFailed)
 _ignore((S.REFUSED, *_END), InputDeleted, InputNotDeleted)
 _ignore((*IN_FLIGHT, S.LANDING, S.LANDED, *_END), BatchFound, BatchNotFound, LookUpFailed)
 _ignore((*IN_FLIGHT, S.LANDING, S.LANDED), InputDeleted, InputNotDeleted)

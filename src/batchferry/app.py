@@ -1,0 +1,448 @@
+"""The composition root: builds every part from the settings and joins them. Nowhere else are rooms joined."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+from ulid import ULID
+
+from batchferry import __version__
+from batchferry.clock import ScaledClock, SystemClock
+from batchferry.config import AccountSettings, Settings
+from batchferry.domain.errors import BatchferryError, ConfigError, GateRefused, KafkaUnavailable
+from batchferry.domain.money import warm_up
+from batchferry.domain.requests import RequestRules
+from batchferry.engine.gates import Finding, Verdict, World, look, look_without_broker
+from batchferry.engine.supervisor import RunState, Supervisor
+from batchferry.kafka import AioKafka, EmbeddedBroker, KafkaClientSettings
+from batchferry.kafka.lapsed import LapsedMembers
+from batchferry.ports import BatchProvider, Clock
+from batchferry.providers.openai import CallTimeouts, OpenAIAccount, OpenAIProvider
+from batchferry.server import AdminServer, make_app
+from batchferry.simulator import FaultRule, Scenario, SimulatorSettings, load_scenario, run_forever
+from batchferry.store import LocalState
+from batchferry.telemetry import ServiceTelemetry, build_telemetry, error_fields
+
+EXIT_DRAINED = 0
+EXIT_FAILED = 1
+EXIT_GATE_REFUSED = 3
+EXIT_BUDGET_PASSED = 4
+EXIT_SECOND_SIGNAL = 130
+
+__all__ = [
+    "EXIT_BUDGET_PASSED",
+    "EXIT_DRAINED",
+    "EXIT_FAILED",
+    "EXIT_GATE_REFUSED",
+    "EXIT_SECOND_SIGNAL",
+    "EmbeddedBroker",
+    "Finding",
+    "Service",
+    "Verdict",
+    "build_clock",
+    "build_kafka",
+    "build_providers",
+    "check_gates",
+    "embedded_broker",
+    "run_service",
+    "run_simulator",
+]
+
+
+# ------------------------------------------------------------------------------------------------- parts
+
+
+def build_clock(settings: Settings) -> Clock:
+    """The wall clock, or the rehearsal's faster one."""
+    clock = settings.clock
+    if not clock.is_scaled or clock.origin is None or clock.started is None:
+        return SystemClock()
+    return ScaledClock(clock.speed, clock.origin, clock.started)
+
+
+def build_kafka(settings: Settings) -> AioKafka:
+    """The Kafka port over aiokafka."""
+    kafka = settings.kafka
+    return AioKafka(
+        KafkaClientSettings(
+            bootstrap_servers=",".join(kafka.bootstrap_servers),
+            security_protocol=kafka.security_protocol,
+            sasl_mechanism=kafka.sasl_mechanism or "PLAIN",
+            username=kafka.sasl_username,
+            password=None if kafka.sasl_password is None else kafka.sasl_password.get_secret_value(),
+            ssl_cafile=_text(kafka.ssl_cafile),
+            ssl_certfile=_text(kafka.ssl_certfile),
+            ssl_keyfile=_text(kafka.ssl_keyfile),
+            client_id=f"{kafka.client_id}-{socket.gethostname()}",
+            client_rack=kafka.rack,
+            compression=kafka.compression,
+            max_batch_bytes=kafka.produce_batch_bytes,
+            max_record_bytes=kafka.produce_record_max_bytes,
+            fetch_max_bytes=kafka.fetch_max_bytes,
+            max_partition_fetch_bytes=kafka.partition_fetch_max_bytes,
+            fetch_min_bytes=kafka.fetch_min_bytes,
+            check_crcs=kafka.check_crcs,
+            session_timeout_s=kafka.session_timeout_s,
+            heartbeat_interval_s=kafka.heartbeat_s,
+            rebalance_timeout_s=kafka.rebalance_timeout_s,
+            max_poll_interval_s=kafka.max_poll_interval_s,
+            metadata_max_age_s=kafka.metadata_max_age_s,
+            transaction_timeout_s=kafka.transaction_timeout_s,
+            request_timeout_s=kafka.request_timeout_s,
+        )
+    )
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def build_providers(settings: Settings, clock: Clock) -> dict[str, BatchProvider]:
+    """One adapter an account, by account name."""
+    return {name: _provider(name, account, clock) for name, account in settings.accounts.items()}
+
+
+def _provider(name: str, account: AccountSettings, clock: Clock) -> BatchProvider:
+    timeouts = account.timeouts
+    return OpenAIProvider(
+        OpenAIAccount(
+            name=name,
+            base_url=account.base_url,
+            api_key="" if account.api_key is None else account.api_key.get_secret_value(),
+            organization=account.organization,
+            project=account.project,
+            headers={header: value.get_secret_value() for header, value in account.headers.items()},
+            completion_window=account.completion_window,
+            timeouts=CallTimeouts(
+                connect_s=timeouts.connect_s,
+                read_s=timeouts.read_s,
+                write_s=timeouts.write_s,
+                create_s=timeouts.create_s,
+                upload_s=timeouts.upload_s,
+                download_s=timeouts.download_s,
+            ),
+            max_connections=account.max_concurrent_calls,
+            max_upload_bytes=account.limits.max_file_bytes,
+            file_purpose=account.dialect.file_purpose,
+            send_metadata=account.dialect.batch_metadata,
+            send_file_expiry=account.dialect.file_expiry,
+        ),
+        clock,
+    )
+
+
+def request_rules(settings: Settings) -> RequestRules:
+    """The limits an input record is held against."""
+    routes = list(settings.routes.values())
+    return RequestRules(
+        default_url=routes[0].endpoint,
+        accounts=frozenset(settings.accounts),
+        max_record_bytes=settings.limits.max_record_bytes,
+        max_line_bytes=min(
+            min(route.max_bytes, settings.accounts[route.account].limits.max_file_bytes) for route in routes
+        ),
+        max_depth=settings.limits.max_json_depth,
+    )
+
+
+def embedded_broker(folder: Path) -> EmbeddedBroker:
+    """A small Kafka-compatible broker for demos and for machines without Java."""
+    return EmbeddedBroker(folder)
+
+
+async def check_gates(settings: Settings) -> list[Finding]:
+    """Every start-up check, for ``doctor``."""
+    clock = build_clock(settings)
+    kafka = build_kafka(settings)
+    providers = build_providers(settings, clock)
+    try:
+        return list((await _look(settings, kafka, providers)).findings)
+    except KafkaUnavailable as error:
+        return await look_without_broker(error)
+    finally:
+        for provider in providers.values():
+            await provider.close()
+        await kafka.aclose()
+
+
+async def _look(settings: Settings, kafka: AioKafka, providers: Mapping[str, BatchProvider]) -> World:
+    admin = await kafka.admin()
+    try:
+        return await look(settings, admin, providers)
+    finally:
+        await admin.close()
+
+
+# ----------------------------------------------------------------------------------------------- service
+
+
+class Service:
+    """One process's service: parts, probes, supervisor. For ``run``, and in-process for the demo and the tests."""
+
+    def __init__(self, settings: Settings, telemetry: Any = None) -> None:
+        self.settings = settings
+        self.incarnation = str(ULID())
+        self.telemetry: Any = telemetry or build_telemetry(
+            version=__version__,
+            incarnation=self.incarnation,
+            log_format=settings.log.format,
+            log_level=settings.log.level,
+            otel_enabled=settings.otel.enabled,
+            service_name=settings.otel.service_name,
+        )
+        self.clock = build_clock(settings)
+        self.kafka = build_kafka(settings)
+        self.providers = build_providers(settings, self.clock)
+        limits = settings.limits
+        self.store = LocalState(
+            settings.state_dir,
+            max_spool_bytes=2 * limits.spool_high_bytes,  # the high mark pauses; only a burst goes beyond it
+            max_pending_bytes=limits.spool_buffer_bytes,
+        )
+        self.supervisor: Supervisor | None = None
+        self._server: AdminServer | None = None
+        self._run: asyncio.Task[None] | None = None
+
+    @property
+    def admin_address(self) -> str | None:
+        """``http://host:port`` of the probes, None when they are not served."""
+        return None if self._server is None else self._server.address
+
+    async def start(self) -> None:
+        """Check the world, open the local state, begin to work.
+
+        Raises:
+            GateRefused: a start-up check failed; every finding with its remedy.
+            KafkaUnavailable: no broker answered.
+            StoreUnavailable: the state folder cannot be used.
+        """
+        if self.settings.server.enabled:
+            token = self.settings.server.token
+            self._server = AdminServer(
+                self.settings.server.host,
+                self.settings.server.port,
+                make_app(
+                    self,
+                    self._metrics_text,
+                    self,
+                    telemetry=self.telemetry,
+                    token=None if token is None else token.get_secret_value(),
+                ),
+            )
+            await self._server.start()
+        world = await _look(self.settings, self.kafka, self.providers)
+        for finding in world.findings:
+            if finding.verdict is Verdict.WARN:
+                self.telemetry.event(
+                    "gate_warned", gate=finding.gate, topic=finding.subject, finding=finding.text, remedy=finding.remedy
+                )
+        if world.refusals:
+            raise GateRefused(world.refusals)
+        await self.store.start()
+        await asyncio.to_thread(warm_up)  # the price data takes a second to load
+        self.supervisor = Supervisor(
+            self.settings,
+            self.kafka,
+            self.providers,
+            self.store,
+            self.clock,
+            self.telemetry,
+            self.incarnation,
+            request_rules(self.settings),
+            world.max_outcome_bytes,
+            world.partitions,
+        )
+        self._run = asyncio.create_task(self.supervisor.run(), name="supervisor")
+
+    def _metrics_text(self) -> bytes:
+        text = getattr(self.telemetry, "metrics_text", None)
+        return b"" if text is None else bytes(text())
+
+    async def wait(self) -> None:
+        """Return when the service has ended by itself; raises what ended it."""
+        if self._run is not None:
+            await asyncio.shield(self._run)
+
+    async def stop(self) -> bool:
+        """Drain within the budget and close everything; whether all was drained."""
+        drained = True
+        if self.supervisor is not None:
+            drained = await self.supervisor.stop()
+        if self._run is not None:
+            with contextlib.suppress(Exception, asyncio.CancelledError):
+                await self._run  # what ended it was told when it happened, and is raised by `wait`
+        for provider in self.providers.values():
+            await provider.close()
+        await self.store.close()
+        await self.kafka.aclose()
+        if self._server is not None:
+            await self._server.stop()
+        close = getattr(self.telemetry, "close", None)
+        if close is not None:
+            await close()
+        return drained
+
+    # -- what the admin address asks
+
+    def not_live(self) -> Sequence[str]:
+        """What the watchdog finds wrong."""
+        return [] if self.supervisor is None else self.supervisor.complaints()
+
+    def not_ready(self) -> Sequence[str]:
+        """Why not all of the work is done now."""
+        return ["starting"] if self.supervisor is None else self.supervisor.unready()
+
+    def not_started(self) -> Sequence[str]:
+        """Why the start is not over."""
+        if self.supervisor is None or self.supervisor.state is RunState.STARTING:
+            return ["starting"]
+        return []
+
+    async def status(self) -> Mapping[str, object]:
+        """A short account of what waits and what is on its way."""
+        if self.supervisor is None:
+            return {"state": "starting"}
+        return self.supervisor.status()
+
+    async def batches(self) -> Sequence[Mapping[str, object]]:
+        """The ``batch_jobs`` read model."""
+        return [] if self.supervisor is None else await self.supervisor.batches()
+
+    async def batch_events(self, batch_id: str) -> Sequence[Mapping[str, object]]:
+        """One batch's history."""
+        return [] if self.supervisor is None else await self.supervisor.batch_events(batch_id)
+
+
+def run_service(settings: Settings) -> int:
+    """Run until a signal or a failure; the exit code says which (see the ``EXIT_`` constants)."""
+    runner_factory: Any = None
+    with contextlib.suppress(ImportError):  # not on every platform
+        runner_factory = import_module("uvloop").new_event_loop
+    with asyncio.Runner(loop_factory=runner_factory) as runner:
+        return runner.run(_serve(settings))
+
+
+async def _serve(settings: Settings) -> int:
+    service = Service(settings)
+    telemetry: ServiceTelemetry = service.telemetry
+    loop = asyncio.get_running_loop()
+    asked = asyncio.Event()
+
+    def on_signal(name: str) -> None:
+        if asked.is_set():
+            os._exit(EXIT_SECOND_SIGNAL)  # a second signal means: now
+        telemetry.event("service_stopping", signal=name, budget_s=settings.stop_budget_s)
+        asked.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number.name)
+    code = EXIT_DRAINED
+    try:
+        await service.start()
+        ended = asyncio.create_task(service.wait())
+        stop = asyncio.create_task(asked.wait())
+        await asyncio.wait({ended, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if ended.done():
+            error = ended.exception()
+            if error is not None:
+                code = EXIT_FAILED
+        else:
+            ended.cancel()
+    except GateRefused as refused:
+        for finding in refused.findings:
+            telemetry.event("gate_refused", finding=finding)
+        code = EXIT_GATE_REFUSED
+    except BatchferryError as error:
+        telemetry.event("task_failed", task="start", **error_fields(error))
+        code = EXIT_FAILED
+    drained = await service.stop()
+    return EXIT_BUDGET_PASSED if code == EXIT_DRAINED and not drained else code
+
+
+# ------------------------------------------------------------------- parts that only the command line joins
+
+
+def run_simulator(
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    scenario_file: Path | None = None,
+    faults_file: Path | None = None,
+    clock: Mapping[str, object] | None = None,
+    data_dir: Path | None = None,
+    keys: Mapping[str, str] | None = None,
+    seed: int = 0,
+    idle_exit_s: float | None = None,
+    broker_dir: Path | None = None,
+    on_ready: Callable[[str, str | None], None] | None = None,
+) -> None:
+    """Run a simulated provider until a signal or idleness ends it; blocks.
+
+    Args:
+        clock: ``speed``, ``origin``, ``started`` as in the service's settings.
+        keys: API keys with the project each belongs to; none: the one default key.
+        broker_dir: an embedded broker runs beside it, as long as it does, with its data here.
+        on_ready: called with the base URL and, if there is one, the broker's address.
+
+    Raises:
+        ConfigError: the scenario, the faults, the folder or the port cannot be used; every fault is listed.
+        KafkaUnavailable: the embedded broker did not start.
+    """
+    given: dict[str, Any] = {
+        "host": host,
+        "port": port,
+        "data_dir": data_dir,
+        "seed": seed,
+        "idle_exit_s": idle_exit_s,
+        "scenario": Scenario() if scenario_file is None else load_scenario(scenario_file),
+        "faults": () if faults_file is None else _fault_rules(faults_file),
+        "clock": {"started_real" if name == "started" else name: value for name, value in (clock or {}).items()},
+    }
+    if keys:
+        given["keys"] = dict(keys)
+    try:
+        settings = SimulatorSettings.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError(_told(error, "simulator")) from error
+    broker = None if broker_dir is None else EmbeddedBroker(broker_dir)
+    lapsed: LapsedMembers | None = None
+    if broker is not None:
+        broker.start()
+        lapsed = LapsedMembers(broker.bootstrap)
+        lapsed.start()
+    try:
+        run_forever(
+            settings, None if on_ready is None else lambda url: on_ready(url, None if broker is None else broker.bootstrap)
+        )
+    finally:
+        if lapsed is not None:
+            lapsed.stop()
+        if broker is not None:
+            broker.stop()
+
+
+def _fault_rules(path: Path) -> tuple[FaultRule, ...]:
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return TypeAdapter(tuple[FaultRule, ...]).validate_python(found or ())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"faults {path}: cannot be read ({type(error).__name__}): give a readable file"]) from error
+    except yaml.YAMLError as error:
+        raise ConfigError([f"faults {path}: not YAML or JSON: mend the file"]) from error
+    except ValidationError as error:
+        raise ConfigError(_told(error, f"faults {path}")) from error
+
+
+def _told(error: ValidationError, what: str) -> list[str]:
+    return [f"{what}: {'.'.join(map(str, fault['loc'])) or 'document'}: {fault['msg']}" for fault in error.errors()]

@@ -1,0 +1,306 @@
+"""Intake: the one loop that reads the input topic and does nothing slow.
+
+A record becomes an index row, a spooled line and a place in an open batch; a bad one becomes a failure on its
+partition's settle queue. No Kafka write happens for a good record: the input topic itself is the
+write-ahead log.
+
+Sealing by size happens here, as rows come in; sealing by time happens in ``run_sealing``, under the same lock, so
+that a batch is never closed between a row's place in it and the row's line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import datetime
+from typing import cast
+
+from batchferry.config import Settings
+from batchferry.domain.accumulator import Accumulator, Sealed, SealReason
+from batchferry.domain.batchkey import BatchKey
+from batchferry.domain.errors import PartitionLost, StoreUnavailable
+from batchferry.domain.ids import new_batch_id
+from batchferry.domain.requests import BadRecord, check_timestamp
+from batchferry.engine.outcomes import OutcomeWriter
+from batchferry.engine.partition import PartitionTask, Settlement
+from batchferry.engine.routing import Router
+from batchferry.engine.rowsource import Accepted, RowSource
+from batchferry.engine.sealed import SealedBatch, SealedPart
+from batchferry.ports import BatchProvider, Clock, IndexRow, LocalStore, Record, RequestConsumer, SpoolRef, Telemetry
+
+POLL_TIMEOUT_MS = 200
+SEAL_TICK_S = 0.25
+"""Real seconds between two looks at the open batches' times; small against any real threshold."""
+CATCHING_UP_S = 60.0
+"""While a backlog streams in, a due batch may wait so long (service time) for the rest of it."""
+STORE_PAUSE_S = 2.0
+
+NewBatch = Callable[[SealedBatch], Awaitable[None]]
+
+
+class Intake:
+    """Reads, accepts, spools, accumulates."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        consumer: RequestConsumer,
+        store: LocalStore,
+        clock: Clock,
+        telemetry: Telemetry,
+        router: Router,
+        source: RowSource,
+        outcomes: OutcomeWriter,
+        providers: Mapping[str, BatchProvider],
+        tasks: Mapping[int, PartitionTask],
+        new_batch: NewBatch,
+        is_held: Callable[[BatchKey], bool],
+    ) -> None:
+        self._settings = settings
+        self._limits = settings.limits
+        self._consumer = consumer
+        self._store = store
+        self._clock = clock
+        self._telemetry = telemetry
+        self._router = router
+        self._source = source
+        self._outcomes = outcomes
+        self._providers = providers
+        self._tasks = tasks
+        self._new_batch = new_batch
+        self._is_held = is_held
+        self.accumulator = Accumulator(self._limits.max_open_keys)
+        self._lock = asyncio.Lock()
+        self._is_paused = False
+        self._is_catching_up = False
+        self._stopping = False
+        self.last_poll_at = 0.0
+        """Real seconds (event loop time) when the last poll returned; the watchdog reads it."""
+        self.indexed_rows = 0
+
+    # --------------------------------------------------------------------------------------------- reading
+
+    async def run(self) -> None:
+        """Poll until stopped. The poll itself is never cancelled: it would break the client's supervision."""
+        loop = asyncio.get_running_loop()
+        while not self._stopping:
+            polled = await asyncio.shield(
+                self._consumer.poll(self._limits.poll_records, 0 if self._is_catching_up else POLL_TIMEOUT_MS)
+            )
+            self.last_poll_at = loop.time()
+            taken = 0
+            for partition, records in polled.items():
+                task = self._tasks.get(partition)
+                if task is None or not task.is_live:
+                    continue  # the partition moved while the records were on their way
+                taken += len(records)
+                await self._take_safely(task, records)
+            for partition, position in self._consumer.lost_positions().items():
+                task = self._tasks.get(partition)
+                if task is not None:  # its next life finds out which rows the log has deleted, and says so
+                    task.lose(f"the input log no longer has offset {position}")
+            self._is_catching_up = taken >= self._limits.poll_records // 2
+            self._note_trailing_gaps()
+            await self._mind_the_bounds()
+
+    def stop(self) -> None:
+        """Let the running poll be the last."""
+        self._stopping = True
+
+    async def _take_safely(self, task: PartitionTask, records: Sequence[Record]) -> None:
+        try:
+            await self._take(task, records)
+        except StoreUnavailable:
+            # What was half taken cannot be trusted. All of it is a cache: the partition's next life reads it again.
+            self._telemetry.event("store_unavailable", partition=task.partition)
+            await asyncio.sleep(STORE_PAUSE_S)
+            task.lose("the local disk does not take what we write")
+        except PartitionLost:
+            return
+
+    async def _take(self, task: PartitionTask, records: Sequence[Record]) -> None:
+        now = self._clock.now()
+        now_ms = round(now.timestamp() * 1000)
+        async with self._lock:
+            batches, refused = await self._spool(task, records, now, now_ms)
+        for batch in batches:
+            await self._new_batch(batch)
+        if refused:
+            await task.settle(refused)
+
+    async def _spool(
+        self, task: PartitionTask, records: Sequence[Record], now: datetime, now_ms: int
+    ) -> tuple[list[SealedBatch], list[Settlement]]:
+        partition = task.partition
+        ledger = task.ledger
+        accept = self._source.accept
+        add = self.accumulator.add
+        renderers = {name: provider.render_line for name, provider in self._providers.items()}
+        rows: list[IndexRow] = []
+        refused: list[Settlement] = []
+        pending: dict[BatchKey, list[tuple[int, bytes]]] = {}
+        batches: list[SealedBatch] = []
+        held = ledger.held() if records and records[0].offset < task.known_until else None
+        expected = task.next_offset
+        skew_s = self._limits.max_clock_skew_s
+        latest_ms = now_ms + round(skew_s * 1000)
+        known_until = task.known_until
+        try:
+            for record in records:
+                offset = record.offset
+                if offset < expected:
+                    continue  # delivered before
+                if offset > expected:
+                    task.note_gap(expected, offset)
+                is_known = False
+                if offset < known_until:
+                    if ledger.is_settled(offset):
+                        expected = offset + 1
+                        continue
+                    is_known = held is not None and offset in held
+                expected = offset + 1
+                if 0 <= record.timestamp <= latest_ms:
+                    accepted = accept(record, now_ms)
+                else:
+                    accepted = check_timestamp(record.timestamp, now, skew_s) or accept(record, now_ms)
+                if type(accepted) is not Accepted:
+                    if not is_known:
+                        refused.append(self._refuse(task, record, cast("BadRecord", accepted), now))
+                    continue
+                row, request, routed, ship_by_ms = accepted
+                rows.append(row)
+                if is_known:
+                    continue  # in a lot already: only its words are needed, for the outcome
+                key = routed.key
+                line = renderers[key.account](request.url, request.body)
+                sealed = add(
+                    key,
+                    routed.limits,
+                    partition,
+                    offset,
+                    size_bytes=len(line),
+                    tokens=request.tokens,
+                    inputs=request.inputs,
+                    t0_ms=row.t0_ms,
+                    ship_by_ms=ship_by_ms,
+                    deadline_ms=row.deadline_ms,
+                )
+                if not sealed:
+                    pending.setdefault(key, []).append((offset, line))
+                    continue
+                for closed in sealed:
+                    part = closed.batch.parts.get(partition)
+                    if part is not None and part.offsets[-1] == offset:
+                        pending.setdefault(key, []).append((offset, line))
+                        line = b""
+                    self._append(partition, pending)
+                    batches.append(await self._close(closed))
+                if line:
+                    pending.setdefault(key, []).append((offset, line))
+        finally:
+            self._append(partition, pending)
+            if rows:
+                await self._store.put_rows(partition, rows)
+                self.indexed_rows += len(rows)
+            task.next_offset = max(task.next_offset, expected)
+        self._telemetry.count("records_read", len(records))
+        return batches, refused
+
+    def _append(self, partition: int, pending: dict[BatchKey, list[tuple[int, bytes]]]) -> None:
+        for key, lines in pending.items():
+            self._store.append(key, partition, lines)
+        pending.clear()
+
+    def _refuse(self, task: PartitionTask, record: Record, bad: BadRecord, now: datetime) -> Settlement:
+        self._telemetry.event("record_refused", partition=record.partition, offset=record.offset, rule=str(bad.rule))
+        self._telemetry.count("bad_records", rule=str(bad.rule))
+        return self._outcomes.bad_record(task, record, bad, now)
+
+    def _note_trailing_gaps(self) -> None:
+        for partition, task in self._tasks.items():
+            if not task.is_live:
+                continue
+            position = self._consumer.position(partition)
+            if position is not None and position > task.next_offset:
+                task.note_gap(task.next_offset, position)
+                task.next_offset = position
+
+    # --------------------------------------------------------------------------------------------- sealing
+
+    async def run_sealing(self) -> None:
+        """Seal by time until cancelled."""
+        while True:
+            await asyncio.sleep(SEAL_TICK_S)
+            await self.seal_due()
+
+    async def seal_due(self) -> None:
+        """Seal every open batch whose time has come; one that a backlog still streams into waits a little."""
+        now_ms = round(self._clock.now().timestamp() * 1000)
+        if self._is_catching_up:
+            now_ms -= round(CATCHING_UP_S * 1000)
+        async with self._lock:
+            batches = [await self._close(closed) for closed in self.accumulator.due(now_ms)]
+        for batch in batches:
+            await self._new_batch(batch)
+
+    async def flush(self, key_digest: str | None = None) -> None:
+        """Seal the open batches of a key (or all) now."""
+        async with self._lock:
+            keys = [batch.key for batch in self.accumulator if key_digest in {None, batch.key.digest}]
+            batches = [
+                await self._close(closed)
+                for key in keys
+                if (closed := self.accumulator.seal(key, SealReason.FLUSH)) is not None
+            ]
+        for batch in batches:
+            await self._new_batch(batch)
+
+    async def _close(self, closed: Sealed) -> SealedBatch:
+        open_batch = closed.batch
+        refs: list[SpoolRef] = []
+        parts: dict[int, SealedPart] = {}
+        for partition, part in sorted(open_batch.parts.items()):
+            ref = await self._store.close_segment(open_batch.key, partition)
+            task = self._tasks.get(partition)
+            if ref is None or task is None or not task.is_live:
+                continue
+            refs.append(ref)
+            parts[partition] = SealedPart(task, part.offset_set(), part.bytes, part.tokens, part.due)
+        now = self._clock.now()
+        return SealedBatch(
+            new_batch_id(now.timestamp()),
+            open_batch.key,
+            closed.reason,
+            parts,
+            tuple(refs),
+            now,
+            open_batch.oldest_t0_ms,
+        )
+
+    def drop_partition(self, partition: int) -> None:
+        """Forget a partition's waiting rows: their new owner, or our own next life, reads them again."""
+        self.accumulator.drop_partition(partition)
+
+    # ------------------------------------------------------------------------------------------ back-pressure
+
+    async def _mind_the_bounds(self) -> None:
+        spooled = self._store.spooled_bytes
+        self._telemetry.gauge("spool_bytes", spooled)
+        limits = self._limits
+        if not self._is_paused and (spooled >= limits.spool_high_bytes or self.indexed_rows >= limits.max_index_rows):
+            async with self._lock:
+                closed = self.accumulator.seal_largest()
+                batch = None if closed is None else await self._close(closed)
+            if batch is not None:
+                await self._new_batch(batch)
+            self._is_paused = True
+            self._telemetry.event("consumption_paused", spool_bytes=spooled, indexed_rows=self.indexed_rows)
+        elif self._is_paused and spooled < limits.spool_low_bytes and self.indexed_rows < limits.max_index_rows:
+            self._is_paused = False
+            self._telemetry.event("consumption_resumed", spool_bytes=spooled, indexed_rows=self.indexed_rows)
+            for partition, task in self._tasks.items():
+                if task.is_live:
+                    self._consumer.resume(partition)
+        if self._is_paused:
+            self._consumer.pause([partition for partition, task in self._tasks.items() if task.is_live])
+        self._telemetry.gauge("consumption_is_paused", 1 if self._is_paused else 0)

@@ -1,0 +1,626 @@
+"""Landing: result files come to disk, each line finds its row, each row is settled or sent on its way again.
+
+One reading of a batch goes like this:
+
+1. Both files are fetched whole (a broken download starts from zero in the adapter).
+2. First pass over both: lines are matched by wire id; successes go to their partition's settle queue at once.
+   Places of failing lines are noted, as a later line may still be a success for the same row.
+3. Second pass over the noted places: failures become outcomes, or rows for another submission, by the policy.
+4. Rows that no line named are *expired* or *cancelled* if the batch ended so; after ``completed`` they are missing,
+   but only when two complete readings some time apart agree.
+5. Each partition's lot is DONE in the transaction that hands on its last rows.
+
+Reading twice is harmless: a settled row is skipped when the transaction is built, and a failure counts only while
+its lot still holds the row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from batchferry.config import Settings
+from batchferry.domain.batcherrors import BatchErrorKind
+from batchferry.domain.batchkey import BatchKey
+from batchferry.domain.errors import PartitionLost
+from batchferry.domain.ids import BatchId
+from batchferry.domain.ledger import Lane, Lot, LotState, LotTally
+from batchferry.domain.machine import Event, LandResults, ResultsIncomplete, ResultsRead, ResultsUnavailable
+from batchferry.domain.offsets import OffsetSet
+from batchferry.domain.partition import PartitionLedger
+from batchferry.domain.provider import BatchSnapshot, CallFailed, LineError, ProviderStatus, Usage
+from batchferry.domain.reconcile import Reconciliation, Whose
+from batchferry.domain.retry import KEPT, Action, RetryPolicy, carry_attempts, decide
+from batchferry.domain.rows import ResultLine, RowClass, UnreadableLine
+from batchferry.engine.holds import Holds
+from batchferry.engine.outcomes import OutcomeWriter
+from batchferry.engine.partition import PartitionTask, Settlement
+from batchferry.engine.routing import Router, retry_policy
+from batchferry.engine.rowsource import RowSource
+from batchferry.ports import BatchProvider, Clock, IndexRow, LocalStore, Telemetry
+
+READ_BYTES = 1024 * 1024
+"""One read of a result file. Lines are split on ``\\n`` bytes only: a model's text may hold U+2028."""
+MAX_LINE_BYTES = 64 * 1024 * 1024
+"""Of a longer line only the beginning is kept: it counts as unreadable, and memory stays bounded."""
+CHUNK_ROWS = 500
+ORIGINALS_AT_ONCE = 200
+"""Input records read again at one time, for the failures that quote them."""
+
+OwnLots = Mapping[int, tuple[PartitionTask, Lot]]
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class BatchTally:
+    """What the lines of one reading said, by partition and in all."""
+
+    classes: dict[int, dict[str, int]] = field(default_factory=dict)
+    usage: dict[int, Usage] = field(default_factory=dict)
+    cost: dict[int, int | None] = field(default_factory=dict)
+    sync_cost: dict[int, int | None] = field(default_factory=dict)
+
+    def count(self, partition: int, row_class: RowClass, rows: int = 1) -> None:
+        """Add rows of a class."""
+        by_class = self.classes.setdefault(partition, {})
+        by_class[row_class.value] = by_class.get(row_class.value, 0) + rows
+
+    def add_usage(self, partition: int, usage: Usage, cost: int | None, sync_cost: int | None) -> None:
+        """Add one row's tokens and price in picodollars; one unknown price makes the sum unknown."""
+        before = self.usage.get(partition, Usage())
+        self.usage[partition] = Usage(
+            before.input_tokens + usage.input_tokens,
+            before.output_tokens + usage.output_tokens,
+            before.cached_tokens + usage.cached_tokens,
+        )
+        self.cost[partition] = _sum(self.cost.get(partition, 0), cost)
+        self.sync_cost[partition] = _sum(self.sync_cost.get(partition, 0), sync_cost)
+
+    def of(self, partition: int) -> LotTally:
+        """The tally of one lot."""
+        return LotTally(
+            dict(self.classes.get(partition, {})),
+            self.usage.get(partition, Usage()),
+            self.cost.get(partition),
+            self.sync_cost.get(partition),
+        )
+
+    def rows(self, *row_classes: RowClass) -> int:
+        """Rows of these classes in all partitions."""
+        return sum(by_class.get(one.value, 0) for by_class in self.classes.values() for one in row_classes)
+
+    @property
+    def all_rows(self) -> int:
+        """Rows of every class in all partitions."""
+        return sum(sum(by_class.values()) for by_class in self.classes.values())
+
+
+def _sum(before: int | None, more: int | None) -> int | None:
+    return None if before is None or more is None else before + more
+
+
+@dataclass(slots=True)
+class LandingMemory:
+    """What a batch's earlier readings found; lost in a crash, which only costs another reading."""
+
+    absent: dict[int, OffsetSet] = field(default_factory=dict)
+    absent_since: float | None = None
+    """Service-clock seconds of the first complete reading that found exactly these rows absent."""
+    tally: BatchTally = field(default_factory=BatchTally)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a failing line stands: file number, byte position, length; or the class of a line that was not readable."""
+
+    file: int
+    position: int
+    length: int
+
+
+class Landing:
+    """Reads results for the lots this process owns."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: LocalStore,
+        clock: Clock,
+        telemetry: Telemetry,
+        router: Router,
+        source: RowSource,
+        outcomes: OutcomeWriter,
+        holds: Holds,
+    ) -> None:
+        self._settings = settings
+        self._limits = settings.limits
+        self._store = store
+        self._clock = clock
+        self._telemetry = telemetry
+        self._router = router
+        self._source = source
+        self._outcomes = outcomes
+        self._holds = holds
+        self._downloads = asyncio.Semaphore(settings.limits.max_downloads)
+
+    async def land(
+        self, batch_id: BatchId, own: OwnLots, effect: LandResults, provider: BatchProvider, memory: LandingMemory
+    ) -> Event:
+        """One reading of the batch; see the module's text."""
+        snapshot = effect.snapshot
+        lots = {partition: pair for partition, pair in own.items() if pair[1].is_at_provider}
+        if not lots:
+            return ResultsRead()
+        if snapshot.status is ProviderStatus.FAILED:
+            return await self._land_failed(batch_id, lots, snapshot, provider, memory)
+        file_ids = [one for one in (snapshot.output_file_id, snapshot.error_file_id) if one is not None]
+        counted = snapshot.counts.completed + snapshot.counts.failed
+        if not file_ids and counted and not effect.is_last_chance:
+            return ResultsIncomplete("no_file_ids")
+        async with self._downloads:
+            paths: list[Path] = []
+            try:
+                for number, file_id in enumerate(file_ids):
+                    path = self._store.download_path(batch_id, f"result{number}")
+                    fetched = await provider.download(file_id, path)
+                    if isinstance(fetched, CallFailed):
+                        if not effect.is_last_chance or fetched.kind.value != "not_found":
+                            return ResultsUnavailable(fetched)
+                        self._telemetry.event("result_file_gone", batch_id=batch_id)
+                        continue
+                    paths.append(path)
+                return await self._read(batch_id, lots, effect, provider, memory, paths, counted)
+            finally:
+                for path in paths:
+                    path.unlink(missing_ok=True)
+
+    # --------------------------------------------------------------------------------------------- reading
+
+    async def _read(
+        self,
+        batch_id: BatchId,
+        lots: OwnLots,
+        effect: LandResults,
+        provider: BatchProvider,
+        memory: LandingMemory,
+        paths: Sequence[Path],
+        counted: int,
+    ) -> Event:
+        for partition, (task, lot) in lots.items():
+            gone = await self._source.index(partition, task.ledger.unsettled(lot.offsets))
+            if gone:
+                self._telemetry.event("input_lost", partition=partition, rows=len(gone))
+        tally = memory.tally = BatchTally()
+        join = Reconciliation(
+            {partition: lot for partition, (_, lot) in lots.items()},
+            {partition: task.ledger_id for partition, (task, _) in lots.items()},
+        )
+        first = _FirstPass(batch_id, effect.snapshot, lots, join, tally)
+        try:
+            for number, path in enumerate(paths):
+                await self._first_pass(first, provider, number, path)
+            again = await self._second_pass(first, provider, paths)
+            for task, _ in lots.values():
+                if task.is_live:
+                    await task.flush()
+        except PartitionLost:
+            # One partition has moved on; the others are read again from the start, which skips what is settled.
+            return ResultsIncomplete("partition_moved")
+        incomplete = ""
+        if join.lines + first.unnamed < counted and not effect.is_last_chance:
+            incomplete = "fewer_lines_than_counted"
+        absent = {partition: join.absent(partition) for partition in lots}
+        absent = {partition: rows for partition, rows in absent.items() if rows}
+        absent_class = self._class_of_absent(effect, memory, absent)
+        if absent_class is None:
+            incomplete = incomplete or "rows_absent"
+        elif absent and not incomplete:
+            await self._settle_absent(first, absent, absent_class, again)
+        return await self._finish(first, again, incomplete)
+
+    def _class_of_absent(
+        self, effect: LandResults, memory: LandingMemory, absent: Mapping[int, OffsetSet]
+    ) -> RowClass | None:
+        """The class of rows no line named; None: not yet, read again."""
+        status = effect.snapshot.status
+        if status is ProviderStatus.EXPIRED:
+            return RowClass.EXPIRED
+        if status is ProviderStatus.CANCELLED:
+            return RowClass.CANCELLED
+        if not absent or effect.is_last_chance:
+            return RowClass.MISSING
+        now_s = self._clock.monotonic()
+        if memory.absent_since is None or memory.absent != absent:
+            memory.absent = dict(absent)
+            memory.absent_since = now_s
+            return None
+        return RowClass.MISSING if now_s - memory.absent_since >= self._limits.missing_confirm_s - 1.0 else None
+
+    async def _first_pass(self, first: _FirstPass, provider: BatchProvider, number: int, path: Path) -> None:
+        endpoint = first.endpoint
+        chunk: dict[int, list[tuple[int, ResultLine]]] = {}
+        rows = 0
+        line_number = 0
+        async for places in read_lines(path):
+            for position, line in places:
+                line_number += 1
+                parsed = provider.parse_line(line, endpoint)
+                if isinstance(parsed, UnreadableLine):
+                    self._note_unreadable(first, parsed, number, position, len(line), line_number)
+                    continue
+                match = first.join.match(parsed.wire_id)
+                if match.whose is Whose.SIBLING:
+                    continue
+                if match.whose is Whose.FOREIGN or match.wire is None:
+                    self._telemetry.event("line_foreign", batch_id=first.batch_id, line=line_number)
+                    continue
+                where = (match.wire.partition, match.wire.offset)
+                if match.whose is Whose.AGAIN:
+                    self._telemetry.event("line_duplicate", batch_id=first.batch_id, line=line_number)
+                    if match.wire.offset in first.succeeded[match.wire.partition]:
+                        continue
+                if parsed.row_class is RowClass.SUCCEEDED:
+                    first.succeeded[match.wire.partition].add(match.wire.offset)
+                    first.failing.pop(where, None)
+                    chunk.setdefault(match.wire.partition, []).append((match.wire.offset, parsed))
+                    rows += 1
+                else:
+                    first.failing[where] = _Place(number, position, len(line))
+            if rows >= CHUNK_ROWS:
+                await self._settle_successes(first, chunk)
+                chunk, rows = {}, 0
+        if rows:
+            await self._settle_successes(first, chunk)
+
+    def _note_unreadable(
+        self, first: _FirstPass, line: UnreadableLine, number: int, position: int, length: int, line_number: int
+    ) -> None:
+        self._telemetry.event("line_unreadable", batch_id=first.batch_id, line=line_number, reason=line.reason)
+        if line.wire_id is None:
+            first.unnamed += 1
+            return
+        match = first.join.match(line.wire_id)
+        if match.whose in {Whose.OURS, Whose.AGAIN} and match.wire is not None:
+            where = (match.wire.partition, match.wire.offset)
+            if match.wire.offset not in first.succeeded[match.wire.partition] and where not in first.failing:
+                first.failing[where] = _Place(number, position, length)
+
+    async def _settle_successes(self, first: _FirstPass, chunk: Mapping[int, list[tuple[int, ResultLine]]]) -> None:
+        for partition, lines in chunk.items():
+            task, lot = first.lots[partition]
+            ledger = task.ledger
+            first.tally.count(partition, RowClass.SUCCEEDED, len(lines))
+            wanted = [offset for offset, _ in lines if not ledger.is_settled(offset)]
+            known = await self._store.get_rows(partition, wanted) if wanted else {}
+            now = self._clock.now()
+            settlements = []
+            for offset, line in lines:
+                price = self._outcomes.price(lot, line)
+                first.tally.add_usage(partition, line.usage or Usage(), price.batch, price.sync)
+                if ledger.is_settled(offset):
+                    continue
+                row = known.get(offset) or lost_row(offset, lot)
+                settlements.append(self._outcomes.result(task, lot, row, line, price, first.snapshot, now))
+            await task.settle(settlements)
+
+    # ------------------------------------------------------------------------------------------ failing rows
+
+    async def _second_pass(
+        self, first: _FirstPass, provider: BatchProvider, paths: Sequence[Path]
+    ) -> dict[int, dict[RowClass, OffsetSet]]:
+        """Turn failing lines into outcomes; returns, by partition and class, the rows that travel again."""
+        again: dict[int, dict[RowClass, OffsetSet]] = {}
+        by_partition: dict[int, list[tuple[int, _Place]]] = {}
+        for (partition, offset), place in first.failing.items():
+            by_partition.setdefault(partition, []).append((offset, place))
+        for partition, places in by_partition.items():
+            places.sort()
+            for some in _batches(places, ORIGINALS_AT_ONCE):
+                lines = await asyncio.to_thread(_read_places, paths, [place for _, place in some])
+                failed: list[tuple[int, ResultLine]] = []
+                for (offset, _), raw in zip(some, lines, strict=True):
+                    parsed = provider.parse_line(raw, first.endpoint)
+                    if isinstance(parsed, UnreadableLine):
+                        parsed = ResultLine(
+                            wire_id=parsed.wire_id or "",
+                            row_class=RowClass.UNREADABLE,
+                            code="unreadable_line",
+                            message=parsed.reason,
+                        )
+                    failed.append((offset, parsed))
+                await self._judge(first, partition, failed, again)
+        return again
+
+    async def _judge(
+        self,
+        first: _FirstPass,
+        partition: int,
+        failed: Sequence[tuple[int, ResultLine]],
+        again: dict[int, dict[RowClass, OffsetSet]],
+    ) -> None:
+        task, lot = first.lots[partition]
+        policy = self._policy(lot.key)
+        wish = self._holds.cancel_wish(first.batch_id)
+        final: list[tuple[int, ResultLine]] = []
+        for offset, line in failed:
+            first.tally.count(partition, line.row_class)
+            if line.usage is not None:
+                price = self._outcomes.price(lot, line)
+                first.tally.add_usage(partition, line.usage, price.batch, price.sync)
+            ended_in = line.row_class
+            action = decide(ended_in, lot.attempts_of(ended_in.value, offset), policy)
+            if ended_in is RowClass.CANCELLED and wish is not None:
+                # Cancelled because somebody wanted it so: what he said of the rows goes before the retry table.
+                action = Action.FAIL if wish.rows == "fail" else Action.KEEP
+                ended_in = RowClass.CANCELLED if action is Action.FAIL else RowClass.BATCH_FAILED
+            if action is Action.FAIL:
+                final.append((offset, line))
+            else:
+                again.setdefault(partition, {}).setdefault(ended_in, OffsetSet()).add(offset)
+        if final:
+            await self._fail(first, task, lot, final)
+
+    async def _fail(
+        self, first: _FirstPass, task: PartitionTask, lot: Lot, final: Sequence[tuple[int, ResultLine]]
+    ) -> None:
+        partition = task.partition
+        offsets = OffsetSet(offset for offset, _ in final if not task.ledger.is_settled(offset))
+        if not offsets:
+            return
+        known = await self._store.get_rows(partition, list(offsets))
+        originals = await self._source.originals(partition, offsets)
+        now = self._clock.now()
+        settlements: list[Settlement] = []
+        for offset, line in final:
+            if offset in offsets:
+                row = known.get(offset) or lost_row(offset, lot)
+                settlements.append(
+                    self._outcomes.failure(task, lot, row, line, originals.get(offset), first.snapshot, now)
+                )
+        await task.settle(settlements)
+
+    async def _settle_absent(
+        self,
+        first: _FirstPass,
+        absent: Mapping[int, OffsetSet],
+        row_class: RowClass,
+        again: dict[int, dict[RowClass, OffsetSet]],
+    ) -> None:
+        for partition, rows in absent.items():
+            if row_class is RowClass.MISSING:
+                self._telemetry.event("rows_missing", batch_id=first.batch_id, partition=partition, rows=len(rows))
+            for some in _batches(list(rows), ORIGINALS_AT_ONCE):
+                lines = [
+                    (offset, ResultLine(wire_id="", row_class=row_class, code=f"row_{row_class.value}"))
+                    for offset in some
+                ]
+                await self._judge(first, partition, lines, again)
+
+    async def _finish(
+        self, first: _FirstPass, again: Mapping[int, Mapping[RowClass, OffsetSet]], incomplete: str
+    ) -> Event:
+        unfinished = ""
+        for partition, (task, lot) in first.lots.items():
+            try:
+                await task.flush()
+                ended_in = again.get(partition, {})
+                tally = None if incomplete else first.tally.of(partition)
+                handed_on = await task.finish_lot(
+                    lot.lot_id,
+                    partial(self._heirs, task, lot, ended_in, None),
+                    tally,
+                    self._outcomes.landed_event(task, lot, first.snapshot, tally, self._clock.now()),
+                )
+            except PartitionLost:
+                continue  # whoever has it now reads the files itself
+            for heir in handed_on:
+                self._telemetry.event(
+                    "rows_retried", batch_id=first.batch_id, partition=partition, rows=len(heir.offsets)
+                )
+            if tally is not None and task.ledger.lots.get(lot.lot_id, lot).is_at_provider:
+                unfinished = "rows_left"
+        wish = self._holds.cancel_wish(first.batch_id)
+        if wish is not None and wish.rows == "hold" and again:
+            await self._holds.place_for_operator(first.key, "cancelled")
+        if RowClass.ACCOUNT in {one for ended in again.values() for one in ended}:
+            await self._holds.place_account(first.key, "row_account_error")
+        if incomplete or unfinished:
+            return ResultsIncomplete(incomplete or unfinished)
+        return ResultsRead()
+
+    def _heirs(
+        self,
+        task: PartitionTask,
+        lot: Lot,
+        ended_in: Mapping[RowClass, OffsetSet],
+        delay_s: float | None,
+        ledger: PartitionLedger,
+    ) -> list[Lot]:
+        """The waiting lot of a lot's rows that travel again; only rows the lot still holds."""
+        held = ledger.held_by(lot.lot_id)
+        mine = {row_class: rows & held for row_class, rows in ended_in.items()}
+        rows = OffsetSet()
+        for some in mine.values():
+            rows |= some
+        if not rows:
+            return []
+        counted = {row_class: some for row_class, some in mine.items() if row_class not in KEPT}
+        wait_s = self._policy(lot.key).backoff_s if delay_s is None else delay_s
+        return [waiting_lot(task, ledger, [lot], rows, counted, self._clock, wait_s)]
+
+    def _policy(self, key: BatchKey) -> RetryPolicy:
+        routed = self._router.for_key(key)
+        return retry_policy(None if routed is None else routed.route)
+
+    # ------------------------------------------------------------------------------------------ failed batches
+
+    async def _land_failed(
+        self, batch_id: BatchId, lots: OwnLots, snapshot: BatchSnapshot, provider: BatchProvider, memory: LandingMemory
+    ) -> Event:
+        """The provider refused the file as a whole: nothing ran. Named rows fail, all others go again."""
+        tally = memory.tally = BatchTally()
+        key = next(iter(lots.values()))[1].key
+        kinds = {error: provider.classify_batch_error(error) for error in snapshot.errors}
+        named: dict[int, list[tuple[int, LineError]]] = {}
+        has_row_errors = False
+        for error, kind in kinds.items():
+            if kind is not BatchErrorKind.ROW or error.line is None:
+                continue
+            has_row_errors = True
+            for partition, (_, lot) in lots.items():
+                offset = lot.offset_of_line(error.line)
+                if offset is not None:
+                    named.setdefault(partition, []).append((offset, error))
+        delay_s = 0.0
+        seen = set(kinds.values())
+        if BatchErrorKind.ACCOUNT in seen:
+            await self._holds.place_account(key, "account")
+        elif BatchErrorKind.TOKEN_LIMIT in seen:
+            await self._holds.place_key(key, "token_limit_exceeded")
+        elif BatchErrorKind.MODEL in seen and not has_row_errors:
+            await self._holds.place_key(key, "model_unavailable")
+        elif not has_row_errors and BatchErrorKind.FILE_MISSING not in seen:
+            # No detail that we understand: never fail all rows for it; an operator should look.
+            await self._holds.place_key(key, "batch_failed_without_details")
+            self._telemetry.event("alarm", what="batch_failed_without_details", batch_id=batch_id)
+        first = _FirstPass(
+            batch_id, snapshot, lots, Reconciliation({p: lot for p, (_, lot) in lots.items()}, {}), tally
+        )
+        again: dict[int, dict[RowClass, OffsetSet]] = {}
+        try:
+            for partition, (task, lot) in lots.items():
+                await self._source.index(partition, task.ledger.unsettled(lot.offsets))
+                failing = dict(named.get(partition, []))
+                lines = [
+                    (offset, ResultLine("", RowClass.INVALID_REQUEST, code=error.code, message=error.message))
+                    for offset, error in failing.items()
+                ]
+                for some in _batches(lines, ORIGINALS_AT_ONCE):
+                    await self._judge(first, partition, some, again)
+                rest = task.ledger.held_by(lot.lot_id) - OffsetSet(failing)
+                if rest:
+                    again.setdefault(partition, {})[RowClass.BATCH_FAILED] = rest
+                    tally.count(partition, RowClass.BATCH_FAILED, len(rest))
+                await task.flush()
+        except PartitionLost:
+            return ResultsIncomplete("partition_moved")
+        for partition, (task, lot) in lots.items():
+            ended_in = again.get(partition, {})
+            try:
+                await task.finish_lot(
+                    lot.lot_id,
+                    partial(self._heirs, task, lot, ended_in, delay_s),
+                    tally.of(partition),
+                    self._outcomes.landed_event(task, lot, snapshot, tally.of(partition), self._clock.now()),
+                )
+            except PartitionLost:
+                continue
+        return ResultsRead()
+
+
+class _FirstPass:
+    """What the reading of one batch keeps in memory: never more than ids and places."""
+
+    def __init__(
+        self, batch_id: BatchId, snapshot: BatchSnapshot, lots: OwnLots, join: Reconciliation, tally: BatchTally
+    ) -> None:
+        self.batch_id = batch_id
+        self.snapshot = snapshot
+        self.lots = lots
+        self.join = join
+        self.tally = tally
+        self.key = next(iter(lots.values()))[1].key
+        self.endpoint = self.key.endpoint
+        self.succeeded = {partition: OffsetSet() for partition in lots}
+        self.failing: dict[tuple[int, int], _Place] = {}
+        self.unnamed = 0
+        """Unreadable lines in which not even a wire id could be seen."""
+
+
+def waiting_lot(
+    task: PartitionTask,
+    ledger: PartitionLedger,
+    sources: Sequence[Lot],
+    rows: OffsetSet,
+    ended_in: Mapping[RowClass, OffsetSet],
+    clock: Clock,
+    wait_s: float,
+) -> Lot:
+    """A WAITING lot of rows that get another submission, with what they have been through."""
+    now = clock.now()
+    pattern = sources[0]
+    share = len(rows) / max(1, pattern.own_rows)
+    return Lot(
+        lot_id=task.new_lot_id(),
+        lane=Lane.BATCH,
+        state=LotState.WAITING,
+        key=pattern.key,
+        offsets=rows,
+        submission=ledger.next_submission(rows),
+        partitions=(task.partition,),
+        created_at=now,
+        rows=len(rows),
+        tokens=round(pattern.own_tokens * share),
+        bytes=round(pattern.own_bytes * share),
+        own_rows=len(rows),
+        own_tokens=round(pattern.own_tokens * share),
+        own_bytes=round(pattern.own_bytes * share),
+        attempts=carry_attempts(sources, rows, ended_in),
+        not_before=now + timedelta(seconds=wait_s),
+    )
+
+
+def lost_row(offset: int, lot: Lot) -> IndexRow:
+    """The index row of a record that the log has deleted: its own words are gone, its outcome is not."""
+    deadline_ms = round(lot.created_at.timestamp() * 1000)
+    return IndexRow(offset, "", None, (), deadline_ms, deadline_ms, lot.key.digest)
+
+
+async def read_lines(path: Path) -> AsyncIterator[Sequence[tuple[int, bytes]]]:
+    """(byte position, line without its newline) of a file, about 1 MiB at a time; blank lines are left out."""
+    lines = _lines_of(path)
+    while chunk := await asyncio.to_thread(next, lines, None):
+        yield chunk
+
+
+def _lines_of(path: Path) -> Iterator[list[tuple[int, bytes]]]:
+    with path.open("rb") as file:
+        position = 0
+        while True:
+            lines = []
+            size_bytes = 0
+            while size_bytes < READ_BYTES and (line := file.readline(MAX_LINE_BYTES)):
+                if line.strip():
+                    lines.append((position + size_bytes, line[:-1] if line.endswith(b"\n") else line))
+                size_bytes += len(line)
+                while not line.endswith(b"\n") and (more := file.readline(MAX_LINE_BYTES)):
+                    size_bytes += len(more)  # the rest of an endless line is passed over
+                    line = more
+            if not size_bytes:
+                return
+            position += size_bytes
+            if lines:
+                yield lines
+
+
+def _read_places(paths: Sequence[Path], places: Sequence[_Place]) -> list[bytes]:
+    lines = []
+    files = [path.open("rb") for path in paths]
+    try:
+        for place in places:
+            files[place.file].seek(place.position)
+            lines.append(files[place.file].read(place.length))
+    finally:
+        for file in files:
+            file.close()
+    return lines
+
+
+def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

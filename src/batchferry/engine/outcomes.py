@@ -1,0 +1,520 @@
+"""Outcomes and batch events as Kafka records, rendered and sized before any transaction begins.
+
+An answer that is larger than its topic takes becomes a failure of class ``outcome_too_large`` here, so that it can
+never abort its neighbours' transaction.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from batchferry.config import Settings
+from batchferry.domain import machine as m
+from batchferry.domain.batchkey import BatchKey
+from batchferry.domain.envelope import (
+    BatchFacts,
+    EventKind,
+    Original,
+    OutcomeContext,
+    event_headers,
+    event_id_of,
+    outcome_headers,
+    quote_original,
+    render_event,
+    render_failure,
+    render_result,
+)
+from batchferry.domain.ids import BatchId, WireId
+from batchferry.domain.ledger import Lot, LotTally
+from batchferry.domain.money import Price, format_usd, price_row
+from batchferry.domain.provider import BatchSnapshot
+from batchferry.domain.requests import BadRecord
+from batchferry.domain.rows import ResultLine, RowClass
+from batchferry.domain.times import first_seen_ms, from_ms
+from batchferry.engine.partition import PartitionTask, Settlement
+from batchferry.engine.routing import Router
+from batchferry.ports import Clock, Headers, IndexRow, OutRecord, Record, Telemetry
+from batchferry.telemetry import child_traceparent
+
+FILE_MODE = 0o600
+MAX_BATCHES_KEPT = 10_000
+"""Batches remembered for keeping their provider files; the oldest is forgotten first."""
+
+
+class RowPrice(NamedTuple):
+    """What a row cost and would have cost, in picodollars; None where unknown."""
+
+    price: Price | None
+
+    @property
+    def batch(self) -> int | None:
+        """What was paid."""
+        return None if self.price is None else self.price.picodollars
+
+    @property
+    def sync(self) -> int | None:
+        """What the same row costs outside a batch."""
+        return None if self.price is None else self.price.list_picodollars
+
+
+class OutcomeWriter:
+    """Makes the records that a settle transaction publishes."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Clock,
+        telemetry: Telemetry,
+        max_outcome_bytes: Mapping[str, int],
+        partitions: Mapping[str, int],
+    ) -> None:
+        """Take the parts.
+
+        Args:
+            max_outcome_bytes: largest record each output topic takes, by topic.
+            partitions: partition counts by topic.
+        """
+        self._settings = settings
+        self._topics = settings.topics
+        self._clock = clock
+        self._telemetry = telemetry
+        self._max_bytes = max_outcome_bytes
+        requests = partitions.get(settings.topics.requests)
+        self._co_partitioned = {name for name, count in partitions.items() if count == requests}
+        self._router = Router(settings)
+        self._keeps: dict[BatchId, None] = {}
+        self._counts: Counter[tuple[str, str, str]] = Counter()
+
+    # --------------------------------------------------------------------------------------------- outcomes
+
+    def price(self, lot: Lot, line: ResultLine) -> RowPrice:
+        """What the row of this line cost, by the model that answered."""
+        if line.usage is None:
+            return RowPrice(None)
+        provider = self._settings.accounts[lot.key.account].provider
+        when = lot.submitted_at or lot.created_at
+        price = price_row(provider, line.model or lot.key.model, line.usage, when, batch=True)
+        if price is None and line.model:
+            price = price_row(provider, lot.key.model, line.usage, when, batch=True)
+        return RowPrice(price)
+
+    def result(
+        self,
+        task: PartitionTask,
+        lot: Lot,
+        row: IndexRow,
+        line: ResultLine,
+        price: RowPrice,
+        snapshot: BatchSnapshot,
+        now: datetime,
+    ) -> Settlement:
+        """A success; one that is too large for its topic becomes a failure that says so."""
+        context = self._context(task, lot, row, snapshot, now)
+        value = render_result(context, line, price.price)
+        headers = outcome_headers(context, "succeeded", now, _traced(row.headers))
+        topic = self._topics.results
+        self._told(row, RowClass.SUCCEEDED, now, line)
+        if len(value) + _size(headers) <= self._max_bytes[topic]:
+            record = OutRecord(topic, _key(row), value, headers, self._partition(topic, task.partition))
+            return Settlement(row.offset, record, row.deadline_ms)
+        return self._too_large(task, lot, row, line, price, context, len(value), now)
+
+    def _too_large(
+        self,
+        task: PartitionTask,
+        lot: Lot,
+        row: IndexRow,
+        line: ResultLine,
+        price: RowPrice,
+        context: OutcomeContext,
+        size_bytes: int,
+        now: datetime,
+    ) -> Settlement:
+        body = line.body or b""
+        kept_at = self._keep_answer(lot, task.partition, row.offset, body)
+        limit = self._max_bytes[self._topics.results]
+        self._telemetry.event(
+            "outcome_too_large",
+            batch_id=lot.lot_id,
+            partition=task.partition,
+            offset=row.offset,
+            bytes=size_bytes,
+            limit_bytes=limit,
+            kept_at=kept_at or "",
+        )
+        if len(self._keeps) >= MAX_BATCHES_KEPT:
+            self._keeps.pop(next(iter(self._keeps)))
+        self._keeps[BatchId(lot.lot_id)] = None
+        value = render_failure(
+            context,
+            RowClass.OUTCOME_TOO_LARGE,
+            "outcome_too_large",
+            f"the answer needs {size_bytes} bytes, the topic {self._topics.results} takes {limit}",
+            remedy="raise max.message.bytes of the results topic, or ask for shorter answers; the provider's files"
+            " of this batch are kept",
+            price=price.price,
+            answer={
+                "bytes": len(body),
+                "sha256": hashlib.sha256(body).hexdigest(),
+                "file_id": None,
+                "kept_at": kept_at,
+            },
+        )
+        headers = outcome_headers(context, "failed", now, _traced(row.headers))
+        topic = self._topics.failures
+        record = OutRecord(topic, _key(row), value, headers, self._partition(topic, task.partition))
+        return Settlement(row.offset, record, row.deadline_ms)
+
+    def _partition(self, topic: str, partition: int) -> int | None:
+        """An outcome goes to the partition its request came from where the topics have equally many.
+
+        That keeps them co-partitioned whatever partitioner the producer used, and a settle transaction touches two
+        partitions instead of all. Otherwise the key decides.
+        """
+        return partition if topic in self._co_partitioned else None
+
+    def _keep_answer(self, lot: Lot, partition: int, offset: int, body: bytes) -> str | None:
+        routed = self._router.for_key(lot.key)
+        folder: Path | None = None if routed is None else routed.route.keep_oversize_answers_dir
+        if folder is None:
+            return None
+        path = folder / f"{lot.lot_id}-{partition}-{offset}.json"
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, FILE_MODE), "wb") as file:
+                file.write(body)
+        except OSError:
+            return None  # the outcome says that nothing was kept; the provider's file still has the answer
+        return str(path)
+
+    def keeps_files(self, batch_id: BatchId) -> bool:
+        """Whether the provider's files of a batch must stay, as they hold an answer that could not be published."""
+        return batch_id in self._keeps
+
+    def failure(
+        self,
+        task: PartitionTask,
+        lot: Lot,
+        row: IndexRow,
+        line: ResultLine,
+        original: bytes | None,
+        snapshot: BatchSnapshot,
+        now: datetime,
+    ) -> Settlement:
+        """A final failure; it counts only while ``lot`` still holds the row."""
+        context = self._context(task, lot, row, snapshot, now)
+        topic = self._topics.review_topic if line.row_class is RowClass.CONTENT_FILTERED else self._topics.failures
+        self._told(row, line.row_class, now, line)
+        record = self._failure_record(
+            topic, context, row, line.row_class, line.code or line.row_class.value, line.message, now, original, line
+        )
+        return Settlement(row.offset, record, row.deadline_ms, only_if_held_by=lot.lot_id)
+
+    def _failure_record(
+        self,
+        topic: str,
+        context: OutcomeContext,
+        row: IndexRow,
+        row_class: RowClass,
+        code: str,
+        message: str,
+        now: datetime,
+        original: bytes | None = None,
+        line: ResultLine | None = None,
+        *,
+        remedy: str | None = None,
+        duplicate_of: int | None = None,
+    ) -> OutRecord:
+        headers = outcome_headers(context, "failed", now, _traced(row.headers))
+        quoted: Original | None = quote_original(original)
+        attempt_line = line if line is not None and line.body is not None else None
+
+        def render(quote: Original | None, answer: ResultLine | None) -> bytes:
+            return render_failure(
+                context,
+                row_class,
+                code,
+                message,
+                remedy=remedy,
+                original=quote,
+                line=answer,
+                duplicate_of=duplicate_of,
+            )
+
+        value = render(quoted, attempt_line)
+        limit = self._max_bytes[topic] - _size(headers)
+        if len(value) > limit:
+            value = render(quote_original(original, 1024), None)
+        if len(value) > limit:
+            value = render(None, None)
+        return OutRecord(topic, _key(row), value, headers, self._partition(topic, context.partition))
+
+    def bad_record(self, task: PartitionTask, record: Record, bad: BadRecord, now: datetime) -> Settlement:
+        """The failure of an input record that breaks a rule."""
+        t0_ms = first_seen_ms(record.timestamp, round(now.timestamp() * 1000))
+        context = OutcomeContext(
+            ledger_id=task.ledger_id,
+            topic=record.topic,
+            partition=record.partition,
+            offset=record.offset,
+            custom_id=bad.custom_id,
+            t0=from_ms(t0_ms),
+            source_event=event_id_of(record.headers),
+        )
+        row = IndexRow(record.offset, bad.custom_id or "", record.key, tuple(record.headers), t0_ms, t0_ms, "")
+        self._counts["rows", "class", RowClass.BAD_RECORD.value] += 1
+        self._counts["records", "outcome", "failed"] += 1
+        where = f"{record.topic}-{record.partition}@{record.offset}"
+        made = self._failure_record(
+            self._topics.failures,
+            context,
+            row,
+            RowClass.BAD_RECORD,
+            str(bad.rule),
+            f"{where}: {bad.message}",
+            now,
+            record.value,
+            remedy=bad.remedy,
+        )
+        return Settlement(record.offset, made, t0_ms)
+
+    def duplicate(self, task: PartitionTask, row: IndexRow, first_offset: int, now: datetime) -> Settlement:
+        """The same request again while the first one waited: the outcome names the first."""
+        context = self._bare_context(task, row)
+        self._told(row, RowClass.DUPLICATE, now, None)
+        self._telemetry.count("duplicate_records")
+        made = self._failure_record(
+            self._topics.failures,
+            context,
+            row,
+            RowClass.DUPLICATE,
+            "duplicate",
+            f"custom_id was already waiting at offset {first_offset} of this partition",
+            now,
+            remedy="read the outcome of the first record, or give each request its own custom_id",
+            duplicate_of=first_offset,
+        )
+        return Settlement(row.offset, made, row.deadline_ms)
+
+    def lost(self, task: PartitionTask, offset: int, now: datetime) -> Settlement:
+        """A record that the input topic deleted before it was answered."""
+        now_ms = round(now.timestamp() * 1000)
+        row = IndexRow(offset, "", None, (), now_ms, now_ms, "")
+        context = OutcomeContext(
+            ledger_id=task.ledger_id, topic=self._topics.requests, partition=task.partition, offset=offset
+        )
+        self._told(row, RowClass.RETENTION, now, None)
+        made = self._failure_record(
+            self._topics.failures,
+            context,
+            row,
+            RowClass.RETENTION,
+            "input_deleted",
+            f"{self._topics.requests}-{task.partition}@{offset}: the input topic deleted this record before it was"
+            " answered",
+            now,
+            remedy="raise retention.ms of the input topic, and send the request again",
+        )
+        return Settlement(offset, made, now_ms)
+
+    def _context(
+        self, task: PartitionTask, lot: Lot, row: IndexRow, snapshot: BatchSnapshot, now: datetime
+    ) -> OutcomeContext:
+        ledger_id = task.ledger_id
+        partition = task.partition
+        attempts = {row_class: times for row_class in lot.attempts if (times := lot.attempts_of(row_class, row.offset))}
+        return OutcomeContext(
+            ledger_id=ledger_id,
+            topic=self._topics.requests,
+            partition=partition,
+            offset=row.offset,
+            custom_id=row.custom_id or None,
+            t0=from_ms(row.t0_ms),
+            deadline=from_ms(row.deadline_ms),
+            deadline_met=now.timestamp() * 1000 <= row.deadline_ms,
+            wire_id=str(WireId(ledger_id, partition, row.offset, lot.submission)),
+            submission=lot.submission,
+            attempts=attempts,
+            batch=self._facts(lot, snapshot, now),
+            source_event=event_id_of(row.headers) if row.headers else None,
+        )
+
+    def _bare_context(self, task: PartitionTask, row: IndexRow) -> OutcomeContext:
+        return OutcomeContext(
+            ledger_id=task.ledger_id,
+            topic=self._topics.requests,
+            partition=task.partition,
+            offset=row.offset,
+            custom_id=row.custom_id or None,
+            t0=from_ms(row.t0_ms),
+            deadline=from_ms(row.deadline_ms),
+            source_event=event_id_of(row.headers),
+        )
+
+    def _facts(self, lot: Lot, snapshot: BatchSnapshot | None, now: datetime | None) -> BatchFacts:
+        return _facts(
+            lot.lot_id,
+            lot.key,
+            self._settings.accounts[lot.key.account].provider,
+            None if snapshot is None else snapshot.provider_batch_id,
+            lot.input_file_id,
+            lot.created_at,
+            lot.submitted_at,
+            now,
+        )
+
+    def _told(self, row: IndexRow, row_class: RowClass, now: datetime, line: ResultLine | None) -> None:
+        counts = self._counts
+        counts["rows", "class", row_class.value] += 1
+        counts["records", "outcome", "succeeded" if row_class is RowClass.SUCCEEDED else "failed"] += 1
+        if row.deadline_ms > row.t0_ms:
+            is_met = now.timestamp() * 1000 <= row.deadline_ms
+            counts["deadlines", "met", "yes" if is_met else "no"] += 1
+        if line is not None:
+            for flag in line.flags:
+                counts["rows_flagged", "flag", flag.value] += 1
+
+    def tell_counts(self) -> None:
+        """Hand the counts gathered since the last call to the metrics: once a second, not once a row."""
+        counts, self._counts = self._counts, Counter()
+        for (name, label, value), rows in counts.items():
+            self._telemetry.count(name, rows, **{label: value})
+        missed = counts["deadlines", "met", "no"]
+        if missed:
+            self._telemetry.event("deadline_missed", rows=missed)
+
+    # ------------------------------------------------------------------------------------------------ events
+
+    def submitted_event(self, lot: Lot, snapshot: BatchSnapshot) -> OutRecord:
+        """The provider batch exists; written in the transaction that records its id."""
+        return self._event(
+            EventKind.SUBMITTED,
+            f"{lot.lot_id}-submitted",
+            lot,
+            snapshot,
+            rows=lot.rows,
+            bytes=lot.bytes,
+            tokens=lot.tokens,
+            partitions=list(lot.partitions),
+            reason=lot.seal_reason,
+        )
+
+    def landed_event(
+        self, task: PartitionTask, lot: Lot, snapshot: BatchSnapshot, tally: LotTally | None, now: datetime
+    ) -> Sequence[OutRecord]:
+        """One partition's part has landed; written in the transaction that makes its lot DONE."""
+        if tally is None:
+            return ()
+        money: dict[str, str] = {}
+        if tally.cost_picodollars is not None and tally.list_picodollars is not None:
+            money = {"usd": format_usd(tally.cost_picodollars), "sync_usd": format_usd(tally.list_picodollars)}
+        return [
+            self._event(
+                EventKind.LANDED,
+                f"{lot.lot_id}-landed-{task.partition}",
+                lot,
+                snapshot,
+                now,
+                partition=task.partition,
+                rows=lot.own_rows,
+                classes=dict(tally.classes),
+                input_tokens=tally.usage.input_tokens,
+                output_tokens=tally.usage.output_tokens,
+                cached_tokens=tally.usage.cached_tokens,
+                **money,
+            )
+        ]
+
+    def state_event(self, before: m.Batch, after: m.Batch, now: datetime) -> list[OutRecord]:
+        """A batch went from one state to the next; published outside any transaction, as it states no ledger fact."""
+        event_id = f"{after.batch_id}-{after.state.value}-{round(now.timestamp() * 1000)}"
+        facts = _facts(
+            after.batch_id,
+            after.key,
+            self._settings.accounts[after.key.account].provider,
+            after.provider_batch_id,
+            after.input_file_id,
+            after.sealed_at,
+            after.submitted_at,
+            None,
+        )
+        value = render_event(
+            EventKind.STATE_CHANGED,
+            event_id,
+            now,
+            facts,
+            from_state=before.state.value,
+            to_state=after.state.value,
+            rows=after.rows,
+        )
+        headers = event_headers(EventKind.STATE_CHANGED, event_id, now, self._topics.requests)
+        return [OutRecord(self._topics.events, after.batch_id.encode(), value, headers)]
+
+    def _event(
+        self,
+        kind: EventKind,
+        event_id: str,
+        lot: Lot,
+        snapshot: BatchSnapshot | None,
+        now: datetime | None = None,
+        **fields: object,
+    ) -> OutRecord:
+        at = now or self._clock.now()
+        value = render_event(kind, event_id, at, self._facts(lot, snapshot, None), **fields)  # type: ignore[arg-type]
+        headers = event_headers(kind, event_id, at, self._topics.requests)
+        return OutRecord(self._topics.events, lot.lot_id.encode(), value, headers)
+
+
+@functools.lru_cache(maxsize=256)
+def _facts(
+    batch_id: str,
+    key: BatchKey,
+    provider: str,
+    provider_batch_id: str | None,
+    file_id: str | None,
+    sealed_at: datetime,
+    submitted_at: datetime | None,
+    landed_at: datetime | None,
+) -> BatchFacts:
+    return BatchFacts(
+        account=key.account,
+        provider=provider,
+        endpoint=key.endpoint,
+        model=key.model,
+        completion_window=key.completion_window,
+        slice=key.slice,
+        batch_id=batch_id,
+        provider_batch_id=provider_batch_id,
+        provider_file_id=file_id,
+        sealed_at=sealed_at,
+        submitted_at=submitted_at,
+        landed_at=landed_at,
+    )
+
+
+def _key(row: IndexRow) -> bytes | None:
+    """Outcomes keep the request's key; without one, the caller's id spreads them."""
+    if row.key is not None:
+        return row.key
+    return row.custom_id.encode(errors="replace") if row.custom_id else None
+
+
+def _traced(headers: Headers) -> Headers:
+    """The request's headers with its ``traceparent`` continued by a span of ours."""
+    if not headers:
+        return headers
+    return tuple(
+        (name, (child_traceparent(value) or value) if name.lower() == "traceparent" else value)
+        for name, value in headers
+    )
+
+
+def _size(headers: Headers) -> int:
+    return sum(len(name) + len(value) + 4 for name, value in headers)

@@ -1,0 +1,517 @@
+"""One owned input partition: its ledger, its transactional producer, its settle queue, its restore.
+
+Owning a partition means: the producer was initialised (which fences the predecessor and ends its
+transaction), and *then* the ledger was read to its end. Everything durable goes through ``commit``: one
+transaction at a time, applied to the in-memory ledger after Kafka has taken it.
+
+A ``PartitionTask`` lives once. After any failed transaction it is lost for ever; whoever still wants the partition
+makes a new one, which restores from the ledger.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+
+from batchferry.domain.errors import InvariantBroken, LedgerDamaged, PartitionLost
+from batchferry.domain.ids import LedgerId, LotId, new_batch_id, new_ledger_id
+from batchferry.domain.ledger import (
+    Claim,
+    LedgerEntry,
+    LedgerHeader,
+    Lot,
+    LotState,
+    LotTally,
+    Tombstone,
+    Watermark,
+    encode,
+    lot_key,
+)
+from batchferry.domain.offsets import OffsetSet
+from batchferry.domain.partition import PartitionLedger
+from batchferry.ports import Clock, KafkaPort, LogReader, OutRecord, PartitionProducer, Telemetry
+
+ORPHAN_HORIZON_S = 7 * 86_400.0
+"""How long a clean lot's stub stays, so that a late twin at the provider can still be recognised as ours."""
+IDLE_REFRESH_S = 12 * 3600.0
+"""Real seconds after which an idle partition writes its watermark: producer ids and group offsets expire."""
+GAP_PATIENCE_S = 5.0
+"""Real seconds before offsets that hold no record get a transaction of their own."""
+
+
+class TaskState(StrEnum):
+    """Where the task is."""
+
+    RESTORING = "restoring"
+    LIVE = "live"
+    LOST = "lost"
+
+
+@dataclass(slots=True)
+class Settlement:
+    """One row's outcome, rendered and sized, on its way into a settle transaction.
+
+    ``only_if_held_by``: the outcome counts only while this lot holds the row (failures, expiries, absences);
+    None counts whenever the row is unsettled (successes, bad records).
+    """
+
+    offset: int
+    record: OutRecord
+    deadline_ms: int
+    only_if_held_by: LotId | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """What it weighs in a transaction."""
+        return len(self.record.value or b"") + len(self.record.key or b"") + 200
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionPlaces:
+    """The names a partition task needs."""
+
+    requests_topic: str
+    ledger_topic: str
+    group: str
+
+    def transactional_id(self, partition: int) -> str:
+        """Never changes between versions: it is what fences."""
+        return f"{self.ledger_topic}.{partition}"
+
+
+@dataclass(frozen=True, slots=True)
+class SettleLimits:
+    """How large a settle transaction gets, and how long outcomes wait for one. Delay in real seconds."""
+
+    chunk_rows: int
+    chunk_bytes: int
+    max_delay_s: float
+    queue_rows: int
+
+
+@dataclass(slots=True)
+class RestoreFacts:
+    """What restore learned about the input log."""
+
+    log_start: int = 0
+    log_end: int = 0
+    lost: OffsetSet = field(default_factory=OffsetSet)
+    """Unsettled offsets the log has deleted and that no provider has."""
+
+
+class PartitionTask:
+    """One life of an owned partition."""
+
+    def __init__(
+        self,
+        partition: int,
+        kafka: KafkaPort,
+        clock: Clock,
+        telemetry: Telemetry,
+        places: PartitionPlaces,
+        limits: SettleLimits,
+        transactions: asyncio.Semaphore,
+    ) -> None:
+        """Take the parts; nothing happens before ``restore``.
+
+        Args:
+            transactions: bounds the settle transactions open in this process at one time.
+        """
+        self.partition = partition
+        self.ledger = PartitionLedger(partition)
+        self.state = TaskState.RESTORING
+        self.lost_reason = ""
+        self.next_offset = 0
+        """The next offset the intake expects; everything below has been read, settled, or is in a lot."""
+        self.known_until = 0
+        """Offsets at and above this one cannot be in the ledger yet."""
+        self.packed_lots: set[LotId] = set()
+        """Waiting lots whose rows are in a sealed batch of this process already."""
+        self._gaps = OffsetSet()
+        self._gap_since: float | None = None
+        self._clock = clock
+        self._telemetry = telemetry
+        self._places = places
+        self._limits = limits
+        self._transactions = transactions
+        self._kafka = kafka
+        self._producer: PartitionProducer = kafka.partition_producer(
+            places.requests_topic, partition, places.group, places.transactional_id(partition)
+        )
+        self._lock = asyncio.Lock()
+        self._queue: list[tuple[int, int, Settlement]] = []
+        self._sequence = 0
+        self._queued_bytes = 0
+        self._settling = 0
+        self._flushing = False
+        self._work = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+        self._idle = asyncio.Condition()
+        self.on_lost: Callable[[PartitionTask], None] = lambda _task: None
+        """Called once, synchronously, when this life ends."""
+        self.on_settled: Callable[[int, OffsetSet], None] = lambda _partition, _offsets: None
+        """Called after each commit with the offsets it settled."""
+
+    # ------------------------------------------------------------------------------------------- restore
+
+    async def restore(self, reader: LogReader, committed: int | None, claim: Claim) -> RestoreFacts:
+        """Fence the predecessor, claim the partition, read its ledger; afterwards the task is live.
+
+        Raises:
+            PartitionLost: somebody else fenced us meanwhile.
+            KafkaUnavailable: the broker did not answer.
+            LedgerDamaged, LedgerTooNew: this ledger must not be touched by us.
+        """
+        await self._producer.init()
+        await self._transact([claim])
+        async for records in reader.read_to_end(self._places.ledger_topic, self.partition):
+            for record in records:
+                if record.key is not None:
+                    self._replay(record.key, record.value)
+        bounds = await reader.bounds(self._places.requests_topic, [self.partition])
+        log_start, log_end = bounds[self.partition]
+        first: list[LedgerEntry] = []
+        if self.ledger.header is None:
+            if committed is not None and committed > log_start:
+                raise LedgerDamaged(
+                    self.partition,
+                    f"the group has committed offset {committed} but the ledger is empty",
+                    "restore the ledger topic, or reset the group's offset if the rows may run again",
+                )
+            first.append(LedgerHeader(new_ledger_id(), created_at=self._clock.now()))
+        if not self.ledger.has_watermark:
+            first.append(Watermark(log_start, self._clock.now()))
+        else:
+            self._check_watermark(committed, log_end)
+        if first:
+            await self._commit_entries(first, committed_offset=None)
+        facts = RestoreFacts(log_start, log_end, self._lost_input(log_start))
+        self.next_offset = max(self.ledger.first_open(), log_start)
+        last = (self.ledger.settled | self.ledger.held()).last()
+        self.known_until = max(self.ledger.watermark, 0 if last is None else last + 1)
+        self.state = TaskState.LIVE
+        return facts
+
+    def _replay(self, key: bytes, value: bytes | None) -> None:
+        try:
+            self.ledger.replay(key, value)
+        except ValueError as error:
+            raise LedgerDamaged(
+                self.partition, str(error), "upgrade this replica, or restore the record from a backup of the topic"
+            ) from error
+
+    def _check_watermark(self, committed: int | None, log_end: int) -> None:
+        watermark = self.ledger.watermark
+        if log_end < watermark:
+            raise LedgerDamaged(
+                self.partition,
+                f"the input ends at {log_end}, below the settled watermark {watermark}: the topic was made anew",
+                "use a new group name for the new topic, or remove this group's ledger topic",
+            )
+        if committed is not None and committed > watermark:
+            raise LedgerDamaged(
+                self.partition,
+                f"the group's committed offset {committed} is beyond the settled watermark {watermark}",
+                f"reset the group's offset to {watermark}: the ledger alone says what was settled",
+            )
+
+    def _lost_input(self, log_start: int) -> OffsetSet:
+        gone = self.ledger.unsettled(OffsetSet.span(self.ledger.watermark, log_start))
+        for lot in self.ledger.lots.values():
+            if lot.is_at_provider:
+                gone -= self.ledger.held_by(lot.lot_id)
+        return gone
+
+    # -------------------------------------------------------------------------------------- transactions
+
+    @property
+    def is_live(self) -> bool:
+        """Whether work for this partition may still be done by this task."""
+        return self.state is TaskState.LIVE
+
+    @property
+    def ledger_id(self) -> LedgerId:
+        """The ledger's id; known once live."""
+        if self.ledger.header is None:
+            raise InvariantBroken(f"partition {self.partition} has no ledger header")
+        return self.ledger.header.ledger_id
+
+    async def commit(
+        self, plan: Callable[[PartitionLedger], Sequence[LedgerEntry]], records: Sequence[OutRecord] = ()
+    ) -> Sequence[LedgerEntry]:
+        """Make a plan against the ledger as it is now, and write it with ``records`` in one transaction.
+
+        Raises:
+            PartitionLost: nothing was written, or (CommitUnknown) only the ledger can tell.
+            InvariantBroken: out of the plan; nothing was written.
+        """
+        async with self._lock:
+            self._check_live()
+            entries = list(plan(self.ledger))
+            if not entries and not records:
+                return entries
+            before = self.ledger.watermark
+            after = next((entry.offset for entry in entries if isinstance(entry, Watermark)), before)
+            await self._commit_entries(entries, after if after != before else None, records)
+            return entries
+
+    async def _commit_entries(
+        self, entries: Sequence[LedgerEntry], committed_offset: int | None, records: Sequence[OutRecord] = ()
+    ) -> None:
+        await self._transact(entries, committed_offset, records)
+        for entry in entries:
+            self.ledger.apply(entry)
+
+    async def _transact(
+        self, entries: Sequence[LedgerEntry], committed_offset: int | None = None, records: Sequence[OutRecord] = ()
+    ) -> None:
+        out = list(records)
+        for entry in entries:
+            key, value = encode(entry)
+            out.append(OutRecord(self._places.ledger_topic, key, value, partition=self.partition))
+        started = asyncio.get_running_loop().time()
+        try:
+            await self._producer.transact(out, committed_offset)
+        except PartitionLost as error:
+            self._telemetry.count("transactions_failed", reason=type(error).__name__)
+            self.lose(error.reason)
+            raise
+        except asyncio.CancelledError:
+            # A transaction cut short leaves the producer in an unknown state: only the ledger can tell.
+            self.lose("transaction cancelled")
+            raise
+        self._telemetry.observe("settle_transaction_seconds", asyncio.get_running_loop().time() - started)
+
+    def _check_live(self) -> None:
+        if not self.is_live:
+            raise PartitionLost(self.partition, self.lost_reason or "not restored yet")
+
+    async def confirm_ownership(self, max_age_s: float) -> None:
+        """Make sure that a transaction of ours went through in the last ``max_age_s`` real seconds.
+
+        This is the fence check before anything is done once a batch (cancel, deleting files).
+
+        Raises:
+            PartitionLost: it did not.
+        """
+        self._check_live()
+        if asyncio.get_running_loop().time() - self._producer.last_transaction_at > max_age_s:
+            await self.commit(lambda ledger: [Watermark(ledger.watermark, self._clock.now())])
+
+    def lose(self, reason: str) -> None:
+        """End this life of the partition: nothing is written any more; waiters are told. Twice is once."""
+        if self.state is TaskState.LOST:
+            return
+        self.state = TaskState.LOST
+        self.lost_reason = reason
+        self._queue.clear()
+        self._queued_bytes = 0
+        self._room.set()
+        self._work.set()
+        self.on_lost(self)
+
+    async def close(self) -> None:
+        """Give up the producer; bounded."""
+        self.lose("closed")
+        await self._producer.close()
+
+    # ----------------------------------------------------------------------------------------- settling
+
+    def note_gap(self, start: int, stop: int) -> None:
+        """The log holds no record at these offsets (control markers, holes): they need no outcome."""
+        fresh = self.ledger.unsettled(OffsetSet.span(start, stop))
+        fresh -= self.ledger.held()
+        if fresh:
+            self._gaps |= fresh
+            if self._gap_since is None:
+                self._gap_since = asyncio.get_running_loop().time()
+                self._work.set()
+
+    async def settle(self, settlements: Sequence[Settlement]) -> None:
+        """Put outcomes on the settle queue; waits while it is full. They are durable after ``flush``.
+
+        Raises:
+            PartitionLost: this life of the partition is over.
+        """
+        for settlement in settlements:
+            if len(self._queue) >= self._limits.queue_rows:
+                self._room.clear()
+                await self._room.wait()
+            self._check_live()
+            self._sequence += 1
+            heapq.heappush(self._queue, (settlement.deadline_ms, self._sequence, settlement))
+            self._queued_bytes += settlement.size_bytes
+            if len(self._queue) == 1 or self._chunk_is_full():
+                self._work.set()
+
+    @property
+    def queued_rows(self) -> int:
+        """Outcomes that wait for a transaction."""
+        return len(self._queue) + self._settling
+
+    def _chunk_is_full(self) -> bool:
+        return len(self._queue) >= self._limits.chunk_rows or self._queued_bytes >= self._limits.chunk_bytes
+
+    async def flush(self) -> None:
+        """Return once every outcome queued before is committed (or was dropped as already settled).
+
+        Raises:
+            PartitionLost: this life of the partition is over.
+        """
+        self._flushing = True
+        self._work.set()
+        async with self._idle:
+            await self._idle.wait_for(lambda: not self.queued_rows or not self.is_live)
+        self._check_live()
+
+    async def run_settling(self) -> None:
+        """Turn the queue into transactions until the task is lost."""
+        try:
+            while True:
+                if self._queue:
+                    await self._wait_for_a_chunk()
+                else:
+                    self._flushing = False
+                    await self._wait_for_work()
+                self._check_live()
+                await self._settle_chunk()
+        except PartitionLost:
+            pass  # `lose` has told everybody
+        finally:
+            async with self._idle:
+                self._idle.notify_all()
+
+    async def _wait_for_a_chunk(self) -> None:
+        """Until a chunk is full, somebody waits in ``flush``, or the first outcome has waited long enough."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._limits.max_delay_s
+        while self.state is TaskState.LIVE and not self._flushing and not self._chunk_is_full():
+            left_s = until - loop.time()
+            if left_s <= 0:
+                return
+            self._work.clear()
+            await _wait(self._work, left_s)
+
+    async def _wait_for_work(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._work.clear()
+        wait_s = IDLE_REFRESH_S
+        if self._gap_since is not None:
+            wait_s = max(0.0, self._gap_since + GAP_PATIENCE_S - loop.time())
+        if not await _wait(self._work, wait_s) and self._gap_since is None:
+            await self.confirm_ownership(IDLE_REFRESH_S / 2)
+
+    async def _settle_chunk(self) -> None:
+        loop = asyncio.get_running_loop()
+        if not self._queue and (self._gap_since is None or loop.time() < self._gap_since + GAP_PATIENCE_S):
+            return
+        chunk: list[Settlement] = []
+        size_bytes = 0
+        while self._queue and len(chunk) < self._limits.chunk_rows and size_bytes < self._limits.chunk_bytes:
+            settlement = heapq.heappop(self._queue)[2]
+            size_bytes += settlement.size_bytes
+            chunk.append(settlement)
+        self._queued_bytes -= size_bytes
+        self._settling = len(chunk)
+        if len(self._queue) < self._limits.queue_rows:
+            self._room.set()
+        records: list[OutRecord] = []
+        settled_now = OffsetSet()
+
+        def plan(ledger: PartitionLedger) -> list[LedgerEntry]:
+            settled_now.update(self._take_gaps(ledger))
+            for settlement in chunk:
+                offset = settlement.offset
+                if ledger.is_settled(offset) or offset in settled_now:
+                    continue
+                if settlement.only_if_held_by is not None:
+                    holder = ledger.holder_of(offset)
+                    if holder is None or holder.lot_id != settlement.only_if_held_by:
+                        continue
+                settled_now.add(offset)
+                records.append(settlement.record)
+            return ledger.plan_settle(settled_now, self._clock.now()) if settled_now else []
+
+        try:
+            async with self._transactions:
+                # `records` is filled by the plan, which runs before the transaction is built
+                await self.commit(plan, records)
+            if settled_now:
+                self.on_settled(self.partition, settled_now)
+        finally:
+            self._settling = 0
+            async with self._idle:
+                self._idle.notify_all()
+
+    def _take_gaps(self, ledger: PartitionLedger) -> OffsetSet:
+        gaps, self._gaps, self._gap_since = self._gaps, OffsetSet(), None
+        return ledger.unsettled(gaps) - ledger.held()
+
+    async def finish_lot(
+        self,
+        lot_id: LotId,
+        waiting: Callable[[PartitionLedger], Sequence[Lot]],
+        tally: LotTally | None,
+        records: Sequence[OutRecord] = (),
+    ) -> Sequence[Lot]:
+        """End of a reading: rows to be tried again go into waiting lots, and the lot is DONE if it holds no row.
+
+        Args:
+            waiting: makes the waiting lots against the ledger as it then is.
+            tally: what the result files said in all; None when they must be read again.
+
+        Returns:
+            the waiting lots that were written.
+
+        Raises:
+            PartitionLost: this life of the partition is over.
+        """
+        heirs: list[Lot] = []
+
+        def plan(ledger: PartitionLedger) -> list[LedgerEntry]:
+            heirs.extend(waiting(ledger))
+            lot = ledger.lots.get(lot_id)
+            finished = {lot_id: tally} if tally is not None and lot is not None and lot.is_at_provider else {}
+            if not heirs and not finished:
+                return []
+            return ledger.plan_settle(self._take_gaps(ledger), self._clock.now(), heirs, finished)
+
+        await self.commit(plan, records)
+        return heirs
+
+    # -------------------------------------------------------------------------------------- housekeeping
+
+    async def drop_old_stubs(self, now: datetime) -> None:
+        """Forget clean lots that are older than any orphan could be."""
+
+        def plan(ledger: PartitionLedger) -> list[LedgerEntry]:
+            return [
+                Tombstone(lot_key(lot.lot_id))
+                for lot in ledger.lots.values()
+                if lot.state is LotState.CLEAN and (now - lot.created_at).total_seconds() > ORPHAN_HORIZON_S
+            ]
+
+        await self.commit(plan)
+
+    def waiting_lots(self) -> Mapping[LotId, Lot]:
+        """Lots whose rows wait for another submission."""
+        return {lot.lot_id: lot for lot in self.ledger.lots.values() if lot.state is LotState.WAITING}
+
+    def new_lot_id(self) -> LotId:
+        """A fresh id for a waiting lot."""
+        return LotId(new_batch_id(self._clock.now().timestamp()))
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
+    """Whether the event was set within that many real seconds."""
+    try:
+        async with asyncio.timeout(max(0.0, timeout_s)):
+            await event.wait()
+    except TimeoutError:
+        return event.is_set()
+    return True

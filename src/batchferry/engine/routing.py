@@ -1,0 +1,101 @@
+"""From a request to the batch key it travels under, with the limits and waiting times of its route."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchferry.config import RouteSettings, Settings
+from batchferry.domain.accumulator import SealLimits
+from batchferry.domain.batchkey import BatchKey
+from batchferry.domain.requests import REMEDIES, BadRecord, RecordRule, Request
+from batchferry.domain.retry import RetryPolicy
+from batchferry.domain.rows import RowClass
+from batchferry.domain.times import WaitPlan, plan_waits
+
+CACHE_ENTRIES = 10_000
+"""The model and slice are the caller's words, so what is remembered of them is bounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Everything about a request that its route decides. The last three are worked out once, not once a record."""
+
+    route: RouteSettings
+    key: BatchKey
+    limits: SealLimits
+    plan: WaitPlan
+    digest: str
+    sla_ms: int
+    wait_ms: int
+    """From t0 to ``ship_by`` for a record that sets no SLA or deadline of its own."""
+
+
+class Router:
+    """Finds the route of a request; the answer for one (model, endpoint, slice, account) never changes."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._cache: dict[tuple[str, str, str, str | None], Routed | BadRecord] = {}
+
+    def route(self, request: Request) -> Routed | BadRecord:
+        """The route, or the refusal of a request that no route takes."""
+        asked = (request.model, request.url, request.slice, request.account)
+        known = self._cache.get(asked)
+        if known is None:
+            if len(self._cache) >= CACHE_ENTRIES:
+                self._cache.clear()
+            known = self._cache[asked] = self._find(*asked)
+        if isinstance(known, BadRecord):
+            return BadRecord(rule=known.rule, message=known.message, remedy=known.remedy, custom_id=request.custom_id)
+        return known
+
+    def _find(self, model: str, url: str, slice_: str, account: str | None) -> Routed | BadRecord:
+        route = self._settings.route_for(model, url)
+        if route is None:
+            rule = RecordRule.UNKNOWN_ENDPOINT
+            return BadRecord(
+                rule=rule,
+                message="no route takes this model at this endpoint",
+                remedy="add a route, or " + REMEDIES[rule],
+            )
+        name = account or route.account
+        paying = self._settings.accounts[name]
+        key = BatchKey(name, url, model, paying.completion_window, slice_)
+        plan = plan_waits(route.sla_s, paying.window_s, route.margin_s, route.max_wait_s)
+        return Routed(
+            route,
+            key,
+            SealLimits(
+                min(route.max_rows, paying.limits.max_rows),
+                min(route.max_bytes, paying.limits.max_file_bytes),
+                route.max_tokens,
+                min(route.max_inputs, paying.limits.max_inputs) if url.endswith("/embeddings") else None,
+            ),
+            plan,
+            key.digest,
+            round(plan.sla_s * 1000),
+            round(min(plan.max_wait_s, plan.formula_wait_s) * 1000),
+        )
+
+    def for_key(self, key: BatchKey) -> Routed | None:
+        """The route of rows that already travel under a key; None when the settings know it no longer."""
+        found = self._find(
+            key.model, key.endpoint, key.slice, key.account if key.account in self._settings.accounts else None
+        )
+        return None if isinstance(found, BadRecord) else found
+
+
+def retry_policy(route: RouteSettings | None) -> RetryPolicy:
+    """How often this route sends a row again, by class."""
+    if route is None:
+        return RetryPolicy.default()
+    retries = route.retries
+    return RetryPolicy(
+        {
+            RowClass.TRANSIENT: retries.transient,
+            RowClass.UNREADABLE: retries.transient,
+            RowClass.MISSING: retries.missing,
+            RowClass.EXPIRED: retries.expired,
+            RowClass.CANCELLED: retries.expired,
+        }
+    )

@@ -1,0 +1,152 @@
+"""One polling scheduler a process: asks for every batch on the water when its time has come.
+
+The machine decides *when* a batch is due; this decides *how* it is asked: with jitter, within the account's
+calls, not before an account's Retry-After is over, singly or, when many are due, by pages of the provider's list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from batchferry.config import AccountSettings
+from batchferry.domain.ids import BatchId, ProviderBatchId
+from batchferry.domain.machine import Event, PollAnswered, PollFailed
+from batchferry.domain.provider import BatchSnapshot, CallFailed, CallFailure
+from batchferry.ports import BatchProvider, Clock, Telemetry
+
+LIST_INSTEAD_FROM = 20
+"""With so many batches of one account due at once, list pages are cheaper than single calls."""
+TICK_S = 0.05
+"""Real seconds between two looks at the clock while something is due soon."""
+IDLE_TICK_S = 0.5
+
+Post = Callable[[BatchId, Event], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """One batch to ask for."""
+
+    batch_id: BatchId
+    account: str
+    provider_batch_id: ProviderBatchId
+
+
+class PollScheduler:
+    """Knows when each batch is due; answers go to the batches' mailboxes."""
+
+    def __init__(
+        self,
+        providers: Mapping[str, BatchProvider],
+        accounts: Mapping[str, AccountSettings],
+        clock: Clock,
+        telemetry: Telemetry,
+        post: Post,
+        seed: int | None = None,
+    ) -> None:
+        self._providers = providers
+        self._accounts = accounts
+        self._clock = clock
+        self._telemetry = telemetry
+        self._post = post
+        self._random = random.Random(seed)  # noqa: S311 (jitter, no secret)
+        self._heap: list[tuple[datetime, BatchId]] = []
+        self._due_at: dict[BatchId, datetime] = {}
+        self._what: dict[BatchId, Due] = {}
+        self._not_before: dict[str, datetime] = {}
+        self._calls = {name: asyncio.Semaphore(account.max_concurrent_calls) for name, account in accounts.items()}
+
+    def schedule(self, due: Due, at: datetime) -> None:
+        """Ask for this batch at ``at``, a little later by jitter; replaces what was scheduled for it."""
+        jitter = self._accounts[due.account].poll.jitter
+        ahead_s = max(0.0, (at - self._clock.now()).total_seconds())
+        at += timedelta(seconds=ahead_s * jitter * self._random.random())
+        self._what[due.batch_id] = due
+        self._due_at[due.batch_id] = at
+        heapq.heappush(self._heap, (at, due.batch_id))
+
+    def forget(self, batch_id: BatchId) -> None:
+        """This batch is not asked for any more."""
+        self._due_at.pop(batch_id, None)
+        self._what.pop(batch_id, None)
+
+    async def run(self) -> None:
+        """Ask until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                for account, due in self._take_due().items():
+                    group.create_task(self._ask(account, due), name=f"poll {account}")
+                await asyncio.sleep(TICK_S if self._heap else IDLE_TICK_S)
+
+    def _take_due(self) -> dict[str, list[Due]]:
+        now = self._clock.now()
+        ready: dict[str, list[Due]] = {}
+        later: list[tuple[datetime, BatchId]] = []
+        while self._heap and self._heap[0][0] <= now:
+            at, batch_id = heapq.heappop(self._heap)
+            if self._due_at.get(batch_id) != at:
+                continue  # rescheduled or forgotten meanwhile
+            due = self._what[batch_id]
+            not_before = self._not_before.get(due.account)
+            if not_before is not None and now < not_before:
+                self._due_at[batch_id] = not_before
+                later.append((not_before, batch_id))
+                continue
+            del self._due_at[batch_id]
+            ready.setdefault(due.account, []).append(due)
+        for entry in later:
+            heapq.heappush(self._heap, entry)
+        return ready
+
+    async def _ask(self, account: str, due: list[Due]) -> None:
+        async with self._calls[account]:
+            if len(due) >= LIST_INSTEAD_FROM:
+                due = await self._ask_by_list(account, due)
+        async with asyncio.TaskGroup() as group:
+            for one in due:
+                group.create_task(self._ask_one(account, one), name=f"poll {one.batch_id}")
+
+    async def _ask_one(self, account: str, due: Due) -> None:
+        async with self._calls[account]:
+            answer = await self._providers[account].retrieve(due.provider_batch_id)
+        if isinstance(answer, BatchSnapshot):
+            self._post(due.batch_id, PollAnswered(answer))
+        else:
+            self._failed(account, answer)
+            self._post(due.batch_id, PollFailed(answer))
+
+    async def _ask_by_list(self, account: str, due: list[Due]) -> list[Due]:
+        """Read list pages; returns those that no page showed, to be asked for singly."""
+        wanted = {one.provider_batch_id: one for one in due}
+        cursor: str | None = None
+        for _ in range(self._accounts[account].poll.list_pages):
+            page = await self._providers[account].list_batches(cursor)
+            if isinstance(page, CallFailed):
+                self._failed(account, page)
+                break
+            for snapshot in page.batches:
+                one = wanted.pop(snapshot.provider_batch_id, None)
+                if one is not None:
+                    self._post(one.batch_id, PollAnswered(snapshot))
+            if not wanted or page.next_cursor is None or page.next_cursor == cursor:
+                break
+            cursor = page.next_cursor
+        return list(wanted.values())
+
+    def _failed(self, account: str, failure: CallFailed) -> None:
+        self._telemetry.event(
+            "provider_call_failed",
+            account=account,
+            call=failure.call,
+            kind=failure.kind.value,
+            http_status=failure.http_status,
+            code=failure.code,
+        )
+        if failure.kind is CallFailure.THROTTLED:
+            pause_s = failure.retry_after_s or self._accounts[account].poll.floor_s
+            self._not_before[account] = self._clock.now() + timedelta(seconds=pause_s)

@@ -1,0 +1,757 @@
+"""The supervisor: owns every long-lived task, takes partitions over and gives them up, and stops in order.
+
+A rebalance callback only notes what changed; restoring a partition runs in a task of its own. Kept partitions work
+on through a rebalance. A partition whose producer was fenced is restored only if the group still says that it is
+ours; otherwise it is left to whoever fenced us.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from typing import Any
+
+from batchferry import __version__
+from batchferry.config import Settings
+from batchferry.domain import machine as m
+from batchferry.domain.batchkey import BatchKey
+from batchferry.domain.control import CancelWish
+from batchferry.domain.errors import (
+    KafkaUnavailable,
+    LedgerDamaged,
+    LedgerTooNew,
+    PartitionLost,
+    StoreUnavailable,
+)
+from batchferry.domain.ids import BatchId
+from batchferry.domain.ledger import Claim, Lane, Lot, LotState
+from batchferry.domain.offsets import OffsetSet
+from batchferry.domain.requests import RequestRules
+from batchferry.domain.rows import RowClass
+from batchferry.domain.times import parse_window_s
+from batchferry.engine.actor import BatchActor
+from batchferry.engine.fleet import FleetView
+from batchferry.engine.holds import Holds
+from batchferry.engine.intake import Intake
+from batchferry.engine.landing import Landing
+from batchferry.engine.outcomes import OutcomeWriter
+from batchferry.engine.partition import PartitionPlaces, PartitionTask, RestoreFacts, SettleLimits
+from batchferry.engine.routing import Router
+from batchferry.engine.rowsource import RowSource
+from batchferry.engine.scheduler import PollScheduler
+from batchferry.engine.sealed import SealedBatch
+from batchferry.engine.waiting import WaitingRows
+from batchferry.engine.work import BatchContext, BatchWork
+from batchferry.ports import BatchProvider, Clock, KafkaPort, LocalStore, Telemetry
+from batchferry.telemetry import error_fields
+
+RESTORE_PAUSE_S = 1.0
+RESTORE_PAUSE_MAX_S = 30.0
+CONFIRM_TIMEOUT_S = 15.0
+HOUSEKEEPING_S = 1.0
+STUB_SWEEP_S = 3600.0
+READ_COMMIT_S = 10.0
+POLL_SILENCE_S = 60.0
+"""No poll has returned for so long (real seconds): the consumer is stuck."""
+LOOP_LAG_S = 5.0
+NO_PRODUCER_S = 300.0
+"""An assigned partition without a live task for so long (real seconds) is a complaint."""
+LOST_CHUNK = 500
+
+
+class RunState(StrEnum):
+    """Where the process is in its life."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+
+
+class Supervisor:
+    """One process's service. ``run`` returns when it was stopped, and raises what stopped it otherwise."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        kafka: KafkaPort,
+        providers: Mapping[str, BatchProvider],
+        store: LocalStore,
+        clock: Clock,
+        telemetry: Telemetry,
+        incarnation: str,
+        rules: RequestRules,
+        max_outcome_bytes: Mapping[str, int],
+        partitions: Mapping[str, int],
+    ) -> None:
+        """Take the parts.
+
+        Args:
+            providers: by account name.
+            incarnation: a new id for every start of a process; stands in its claims.
+            max_outcome_bytes: largest record each output topic takes, by topic.
+            partitions: partition counts by topic.
+        """
+        self.settings = settings
+        self.state = RunState.STARTING
+        self._kafka = kafka
+        self._store = store
+        self._clock = clock
+        self._telemetry = telemetry
+        self._incarnation = incarnation
+        limits = settings.limits
+        topics = settings.topics
+        self._tasks: dict[int, PartitionTask] = {}
+        self._restores: dict[int, asyncio.Task[None]] = {}
+        self._unowned_since: dict[int, float] = {}
+        self._refused: dict[int, str] = {}
+        self._settlers: set[asyncio.Task[None]] = set()
+        self._actors: dict[BatchId, BatchActor] = {}
+        self._actor_tasks: dict[BatchId, asyncio.Task[None]] = {}
+        self._contexts: dict[BatchId, BatchContext] = {}
+        self._side_tasks: set[asyncio.Task[Any]] = set()
+        self._settled: dict[int, OffsetSet] = {}
+        self._failure: BaseException | None = None
+        self._stop = asyncio.Event()
+        self._loop_lag_s = 0.0
+        self._was_assigned = False
+        self._transactions = asyncio.Semaphore(limits.max_settle_transactions)
+        self._places = PartitionPlaces(topics.requests, topics.ledger_topic, topics.group)
+        self._settle_limits = SettleLimits(
+            limits.settle_chunk_rows, limits.settle_chunk_bytes, limits.settle_max_delay_s, limits.settle_queue_rows
+        )
+        self.consumer = kafka.consumer(topics.requests, topics.group)
+        self._positions = kafka.read_position(topics.requests, f"{topics.group}.read")
+        self.fleet = FleetView(kafka, clock, telemetry, topics.ledger_topic, topics.control_topic)
+        self._holds = Holds(self.fleet, clock, telemetry)
+        self._machine = machine_settings(settings)
+        router = Router(settings)
+        self._router = router
+        source = RowSource(kafka, store, clock, topics.requests, rules, router, providers)
+        self._outcomes = OutcomeWriter(settings, clock, telemetry, max_outcome_bytes, partitions)
+        self._scheduler = PollScheduler(providers, settings.accounts, clock, telemetry, self.post)
+        landing = Landing(settings, store, clock, telemetry, router, source, self._outcomes, self._holds)
+        self._work = BatchWork(
+            settings, providers, self._tasks, store, clock, telemetry, self.fleet, self._holds, landing,
+            self._outcomes, self._scheduler, self.start_batch, self._in_flight,
+        )  # fmt: skip
+        self.intake = Intake(
+            settings, self.consumer, store, clock, telemetry, router, source, self._outcomes, providers, self._tasks,
+            self._admit_sealed, self._is_held,
+        )  # fmt: skip
+        self._waiting = WaitingRows(
+            self._tasks, store, clock, telemetry, router, source, self._outcomes, self.start_batch, self._is_held
+        )
+
+    # ---------------------------------------------------------------------------------------------- running
+
+    async def run(self) -> None:
+        """Run until ``stop``; raises what ended it otherwise.
+
+        Raises:
+            KafkaUnavailable: no broker at the start.
+            LedgerDamaged, LedgerTooNew: every partition we were given is refused.
+        """
+        self._telemetry.event("service_started", version=__version__, incarnation=self._incarnation)
+        self._side("fleet view", self.fleet.run())
+        await self._or_stop(self.fleet.ready())
+        if self._stop.is_set():
+            return
+        await self.consumer.start(self)
+        self.state = RunState.RUNNING
+        self._side("intake", self.intake.run())
+        self._side("sealing", self.intake.run_sealing())
+        self._side("waiting rows", self._waiting.run())
+        self._side("polling", self._scheduler.run())
+        self._side("housekeeping", self._housekeeping())
+        self._side("read position", self._commit_positions())
+        self._side("loop lag", self._measure_lag())
+        self._side("control", self._follow_control())
+        await self._stop.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _or_stop(self, wanted: Coroutine[Any, Any, None]) -> None:
+        tasks = {asyncio.create_task(wanted), asyncio.create_task(self._stop.wait())}
+        _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        if self._failure is not None:
+            raise self._failure
+
+    def _side(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """Start a side task; its death starts the drain rather than leaving the service half alive."""
+        task = asyncio.create_task(work, name=name)
+        self._side_tasks.add(task)
+        task.add_done_callback(self._side_done)
+
+    def _side_done(self, task: asyncio.Task[Any]) -> None:
+        self._side_tasks.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None:
+            self._telemetry.event("task_failed", task=task.get_name(), **error_fields(error))
+            self._failure = self._failure or error
+            self._stop.set()
+
+    async def stop(self) -> bool:
+        """Drain and stop within the budget; whether everything was settled that was ready to be. Twice is once.
+
+        What is not drained is no loss: a stop, a kill and a start are the same thing to the ledger.
+        """
+        if self.state in {RunState.DRAINING, RunState.STOPPED}:
+            return True
+        self.state = RunState.DRAINING
+        self._telemetry.event("service_stopping")
+        drained = True
+        try:
+            async with asyncio.timeout(self.settings.stop_budget_s):
+                self.intake.stop()
+                for task in [one for one in self._tasks.values() if one.is_live]:
+                    with contextlib.suppress(PartitionLost):
+                        await task.flush()
+        except TimeoutError:
+            drained = False
+        self._stop.set()
+        running = [*self._side_tasks, *self._restores.values(), *self._actor_tasks.values()]
+        running = [one for one in running if one.get_name() != "intake"]
+        for one in running:
+            one.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(5.0):
+                await asyncio.gather(*(one.close() for one in self._tasks.values()), return_exceptions=True)
+        await asyncio.gather(*self._settlers, return_exceptions=True)
+        await self.consumer.stop()
+        rest = list(self._side_tasks)
+        for one in rest:
+            one.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+        await self._positions.stop()
+        await self.fleet.stop()
+        self.state = RunState.STOPPED
+        self._telemetry.event("service_stopped", drained=drained)
+        return drained
+
+    # ------------------------------------------------------------------------------------------- assignment
+
+    def on_assignment(self, kept: frozenset[int], added: frozenset[int], lost: frozenset[int]) -> None:
+        """A rebalance ended. Only notes and starts tasks: heartbeats wait for nothing here."""
+        self._was_assigned = True
+        self._telemetry.count("rebalances")
+        self._telemetry.event("partitions_assigned", kept=sorted(kept), added=sorted(added), lost=sorted(lost))
+        for partition in lost:
+            self._unowned_since.pop(partition, None)
+            self._refused.pop(partition, None)
+            restore = self._restores.pop(partition, None)
+            if restore is not None:
+                restore.cancel()
+            task = self._tasks.get(partition)
+            if task is not None:
+                task.lose("assigned to another member")
+        now = asyncio.get_running_loop().time()
+        for partition in added | {one for one in kept if one not in self._tasks and one not in self._restores}:
+            self._unowned_since[partition] = now
+            self._begin_restore(partition, 0.0)
+
+    def on_suspect(self, partitions: frozenset[int]) -> None:
+        """A rebalance began. Nothing to undo: every durable step fences by itself."""
+
+    def _begin_restore(self, partition: int, pause_s: float) -> None:
+        if partition in self._restores or self.state in {RunState.DRAINING, RunState.STOPPED}:
+            return
+        task = asyncio.create_task(self._restore(partition, pause_s), name=f"restore {partition}")
+        self._restores[partition] = task
+        task.add_done_callback(lambda done: self._restore_done(partition, done))
+
+    def _restore_done(self, partition: int, task: asyncio.Task[None]) -> None:
+        if self._restores.get(partition) is task:
+            del self._restores[partition]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._telemetry.event("task_failed", task=task.get_name(), **error_fields(error))
+            self._failure = self._failure or error
+            self._stop.set()
+
+    async def _restore(self, partition: int, pause_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        wait_s = pause_s
+        while True:
+            if wait_s:
+                await asyncio.sleep(wait_s)
+            wait_s = min(RESTORE_PAUSE_MAX_S, max(RESTORE_PAUSE_S, wait_s * 2))
+            started = loop.time()
+            task = PartitionTask(
+                partition, self._kafka, self._clock, self._telemetry, self._places, self._settle_limits,
+                self._transactions,
+            )  # fmt: skip
+            reader = self._kafka.reader()
+            try:
+                await self._store.drop_partition(partition)
+                await reader.start()
+                async with asyncio.timeout(self.settings.limits.restore_timeout_s):
+                    facts = await task.restore(reader, await self._committed(partition), self._claim())
+            except (PartitionLost, KafkaUnavailable, TimeoutError, StoreUnavailable) as error:
+                self._telemetry.event("restore_failed", partition=partition, reason=type(error).__name__)
+                await task.close()
+                continue
+            except (LedgerDamaged, LedgerTooNew) as error:
+                self._refused[partition] = str(error)
+                self._telemetry.event("partition_refused", partition=partition, reason=str(error))
+                await task.close()
+                return
+            except BaseException:
+                await task.close()
+                raise
+            finally:
+                await reader.stop()
+            self._adopt(task, facts, loop.time() - started)
+            return
+
+    def _claim(self) -> Claim:
+        return Claim(self._incarnation, __version__, self._clock.now())
+
+    async def _committed(self, partition: int) -> int | None:
+        admin = await self._kafka.admin()
+        try:
+            return (await admin.committed(self.settings.topics.group, self.settings.topics.requests)).get(partition)
+        finally:
+            await admin.close()
+
+    def _adopt(self, task: PartitionTask, facts: RestoreFacts, took_s: float) -> None:
+        partition = task.partition
+        self._unowned_since.pop(partition, None)
+        self._refused.pop(partition, None)
+        task.on_lost = self._on_lost
+        task.on_settled = self._on_settled
+        self._tasks[partition] = task
+        settler = asyncio.create_task(task.run_settling(), name=f"settle {partition}")
+        self._settlers.add(settler)
+        settler.add_done_callback(self._settlers.discard)
+        settler.add_done_callback(self._side_done)
+        if facts.lost:
+            self._telemetry.event("input_lost", partition=partition, rows=len(facts.lost))
+            self._side(f"lost input {partition}", self._report_lost(task, facts.lost))
+        for lot in list(task.ledger.lots.values()):
+            if lot.lane is Lane.BATCH and lot.state in {LotState.SUBMITTING, LotState.SUBMITTED, LotState.DONE}:
+                self._resume_batch(lot)
+        self.consumer.resume(partition, task.next_offset)
+        self._telemetry.observe("restore_seconds", took_s)
+        self._telemetry.event(
+            "partition_restored",
+            partition=partition,
+            watermark=task.ledger.watermark,
+            next_offset=task.next_offset,
+            lots=len(task.ledger.lots),
+            took_s=round(took_s, 3),
+        )
+        self._note_readiness()
+
+    async def _report_lost(self, task: PartitionTask, lost: OffsetSet) -> None:
+        chunk = []
+        with contextlib.suppress(PartitionLost):
+            for offset in lost:
+                chunk.append(self._outcomes.lost(task, offset, self._clock.now()))
+                if len(chunk) >= LOST_CHUNK:
+                    await task.settle(chunk)
+                    chunk = []
+            await task.settle(chunk)
+
+    def _on_lost(self, task: PartitionTask) -> None:
+        """A partition's life ended: fenced, unknown commit, moved, or stopped. Must not wait for anything."""
+        partition = task.partition
+        if self._tasks.get(partition) is not task:
+            return
+        del self._tasks[partition]
+        self._telemetry.event("partition_lost", partition=partition, reason=task.lost_reason)
+        self.intake.drop_partition(partition)
+        self.consumer.pause([partition])
+        self._tell_actors(partition)
+        if self.state is not RunState.RUNNING:
+            return
+        self._side(f"after loss {partition}", self._after_loss(task))
+
+    def _tell_actors(self, partition: int) -> None:
+        """Batches with no partition left here end; a file not yet submitted that names the lost rows is unusable."""
+        for batch_id, actor in self._actors.items():
+            if partition not in actor.batch.partitions:
+                continue
+            sealed = self._contexts[batch_id].sealed
+            still_ours = bool(self._work.own_lots(batch_id)) or (
+                sealed is not None and any(part.task.is_live for part in sealed.parts.values())
+            )
+            if not still_ours and actor.batch.state is not m.BatchState.LANDED:
+                self._actor_tasks[batch_id].cancel()
+            elif sealed is not None:
+                actor.post(m.InputUnusable())
+
+    async def _after_loss(self, task: PartitionTask) -> None:
+        partition = task.partition
+        await task.close()
+        if partition in self._tasks or partition in self._restores:
+            return  # the next life has begun, and began by dropping what this one left
+        with contextlib.suppress(StoreUnavailable):
+            await self._store.drop_partition(partition)
+        if partition not in self.consumer.assignment() or partition in self._tasks:
+            return
+        if await self.consumer.confirms_assignment(partition, CONFIRM_TIMEOUT_S):
+            self._unowned_since.setdefault(partition, asyncio.get_running_loop().time())
+            self._begin_restore(partition, RESTORE_PAUSE_S)
+
+    def _on_settled(self, partition: int, offsets: OffsetSet) -> None:
+        self._settled.setdefault(partition, OffsetSet()).update(offsets)
+
+    # --------------------------------------------------------------------------------------------- batches
+
+    def _is_held(self, key: BatchKey) -> bool:
+        return bool(self._holds.standing(key))
+
+    def _in_flight(self) -> int:
+        return sum(
+            1 for actor in self._actors.values() if actor.batch.state not in {m.BatchState.SEALED, m.BatchState.LANDED}
+        )
+
+    async def _admit_sealed(self, sealed: SealedBatch) -> None:
+        """A freshly sealed batch: repeated requests in it are answered once; the rest leaves."""
+        if not sealed.parts:
+            self._store.delete_segments(sealed.refs)
+            return
+        await self._coalesce(sealed)
+        if sealed.rows:
+            self.start_batch(sealed)
+        else:
+            self._store.delete_segments(sealed.refs)
+
+    async def _coalesce(self, sealed: SealedBatch) -> None:
+        routed = self._router.for_key(sealed.key)
+        policy = "coalesce" if routed is None else routed.route.duplicates
+        if policy == "allow":
+            return
+        for partition, part in list(sealed.parts.items()):
+            if not part.task.is_live:
+                continue
+            groups = await self._store.same_custom_ids(partition, part.offsets)
+            if not groups:
+                continue
+            suspects = OffsetSet(offset for group in groups for offset in group)
+            bodies: dict[int, bytes] = {}
+            try:
+                async for lines in self._store.stream(sealed.refs, {partition: suspects}):
+                    bodies.update({offset: line for _, offset, line in lines})
+            except PartitionLost:
+                continue
+            rows = await self._store.get_rows(partition, list(suspects))
+            settlements = []
+            for group in groups:
+                first_of: dict[bytes, int] = {}
+                for offset in group:
+                    body = bodies.get(offset, b"")
+                    first = first_of.setdefault(body, offset)
+                    if first == offset and (policy == "coalesce" or len(first_of) == 1):
+                        continue
+                    earlier = first if first != offset else group[0]
+                    settlements.append(self._outcomes.duplicate(part.task, rows[offset], earlier, self._clock.now()))
+                    part.offsets.discard(offset)
+                    part.bytes -= len(body)
+            if settlements:
+                with contextlib.suppress(PartitionLost):
+                    await part.task.settle(settlements)
+            if not part.offsets:
+                del sealed.parts[partition]
+
+    def start_batch(self, sealed: SealedBatch) -> None:
+        """Run a sealed batch."""
+        now = self._clock.now()
+        oldest_wait_s = max(0.0, now.timestamp() - sealed.oldest_t0_ms / 1000)
+        self._telemetry.event(
+            "batch_sealed",
+            batch_id=sealed.batch_id,
+            rows=sealed.rows,
+            bytes=sealed.bytes,
+            tokens=sealed.tokens,
+            reason=sealed.reason.value,
+            partitions=list(sealed.partitions),
+            key=sealed.key.label,
+            waited_s=round(oldest_wait_s),
+        )
+        batch = m.Batch(
+            batch_id=sealed.batch_id,
+            key=sealed.key,
+            partitions=sealed.partitions,
+            rows=sealed.rows,
+            window_s=parse_window_s(sealed.key.completion_window),
+            sealed_at=sealed.sealed_at,
+            state=m.BatchState.SEALED,
+            state_since=now,
+        )
+        details = _details(sealed.key, sealed.partitions, sealed.bytes, sealed.tokens, sealed.reason.value)
+        details["waiting_s"] = oldest_wait_s
+        self._run_actor(batch, BatchContext(sealed, sealed.key.account), details)
+
+    def _resume_batch(self, lot: Lot) -> None:
+        """A restored lot's batch: an actor may know it already (a sibling's partition was here before)."""
+        batch_id = BatchId(lot.lot_id)
+        actor = self._actors.get(batch_id)
+        if actor is not None and not actor.is_over:
+            actor.post(m.LotGained())
+            return
+        if lot.key.account not in self.settings.accounts:
+            self._telemetry.event("account_unknown", batch_id=batch_id, account=lot.key.account)
+            return
+        state = {
+            LotState.SUBMITTING: m.BatchState.SUBMISSION_UNKNOWN,
+            LotState.SUBMITTED: m.BatchState.VALIDATING,
+            LotState.DONE: m.BatchState.LANDED,
+        }[lot.state]
+        now = self._clock.now()
+        account = self.settings.accounts[lot.key.account]
+        batch = m.Batch(
+            batch_id=batch_id,
+            key=lot.key,
+            partitions=lot.partitions,
+            rows=lot.rows,
+            window_s=parse_window_s(lot.key.completion_window),
+            sealed_at=lot.created_at,
+            state=state,
+            state_since=now,
+            input_file_id=lot.input_file_id,
+            provider_batch_id=lot.provider_batch_ids[0] if lot.provider_batch_ids else None,
+            submitted_at=lot.submitted_at,
+            poll_interval_s=account.poll.first_s,
+        )
+        context = BatchContext(None, lot.key.account)
+        if lot.state is LotState.SUBMITTING:
+            wait_s = lot.submit_ttl_s + self.settings.limits.resolve_lag_s  # real seconds: the creator counts in them
+            context.resolve_not_before = asyncio.get_running_loop().time() + wait_s
+        self._run_actor(batch, context, _details(lot.key, lot.partitions, lot.bytes, lot.tokens, lot.seal_reason))
+
+    def _run_actor(self, batch: m.Batch, context: BatchContext, details: Mapping[str, object]) -> None:
+        batch_id = batch.batch_id
+
+        async def run_effect(current: m.Batch, effect: m.Effect) -> m.Event | None:
+            return await self._work.run(context, current, effect)
+
+        account = self.settings.accounts[context.account]
+        settings = replace(
+            self._machine,
+            poll_first_s=account.poll.first_s,
+            poll_factor=account.poll.factor,
+            poll_max_s=account.poll.max_s,
+            poll_floor_s=account.poll.floor_s,
+        )
+        actor = BatchActor(
+            batch, settings, run_effect, self._batch_changed, self._store, self._clock, self._telemetry,
+            self.settings.limits.mailbox_events, details,
+        )  # fmt: skip
+        self._actors[batch_id] = actor
+        self._contexts[batch_id] = context
+        task = asyncio.create_task(actor.run(), name=f"batch {batch_id}")
+        self._actor_tasks[batch_id] = task
+        task.add_done_callback(lambda done: self._actor_done(batch_id, done))
+
+    def _actor_done(self, batch_id: BatchId, task: asyncio.Task[None]) -> None:
+        if self._actor_tasks.get(batch_id) is task:
+            del self._actor_tasks[batch_id]
+            self._actors.pop(batch_id, None)
+            self._contexts.pop(batch_id, None)
+            self._scheduler.forget(batch_id)
+        self._side_done(task)
+
+    async def _batch_changed(self, before: m.Batch, after: m.Batch, _event: m.Event) -> None:
+        self._telemetry.event(
+            "batch_state_changed",
+            batch_id=after.batch_id,
+            from_state=before.state.value,
+            to_state=after.state.value,
+            provider_status=after.provider_status,
+        )
+        if after.state is m.BatchState.LANDED:
+            tally = self._contexts[after.batch_id].memory.tally if after.batch_id in self._contexts else None
+            await self._store.save_batch(
+                {
+                    "batch_id": after.batch_id,
+                    "succeeded": 0 if tally is None else tally.rows(RowClass.SUCCEEDED),
+                    "failed": 0 if tally is None else tally.all_rows - tally.rows(RowClass.SUCCEEDED, RowClass.MISSING),
+                    "missing": 0 if tally is None else tally.rows(RowClass.MISSING),
+                }
+            )
+            self._telemetry.event(
+                "batch_landed",
+                batch_id=after.batch_id,
+                rows=after.rows,
+                succeeded=0 if tally is None else tally.rows(RowClass.SUCCEEDED),
+                failed=0 if tally is None else tally.all_rows - tally.rows(RowClass.SUCCEEDED),
+            )
+        await self.fleet.send(self._outcomes.state_event(before, after, self._clock.now()))
+
+    def post(self, batch_id: BatchId, event: m.Event) -> None:
+        """Give a batch news, if it is still here."""
+        actor = self._actors.get(batch_id)
+        if actor is not None:
+            actor.post(event)
+
+    # ------------------------------------------------------------------------------------------ side tasks
+
+    async def _housekeeping(self) -> None:
+        next_sweep = 0.0
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_S)
+            settled, self._settled = self._settled, {}
+            for partition, offsets in settled.items():
+                with contextlib.suppress(StoreUnavailable):
+                    await self._store.drop_rows(partition, offsets)
+                self.intake.indexed_rows = max(0, self.intake.indexed_rows - len(offsets))
+            self._outcomes.tell_counts()
+            self._measure()
+            if loop.time() >= next_sweep:
+                next_sweep = loop.time() + STUB_SWEEP_S
+                for task in list(self._tasks.values()):
+                    with contextlib.suppress(PartitionLost):
+                        await task.drop_old_stubs(self._clock.now())
+                if 0 in self._tasks:
+                    await self._holds.tidy()
+
+    def _measure(self) -> None:
+        gauge = self._telemetry.gauge
+        by_state: dict[str, int] = dict.fromkeys((state.value for state in m.BatchState), 0)
+        for actor in self._actors.values():
+            by_state[actor.batch.state.value] += 1
+        for state, count in by_state.items():
+            gauge("batches", count, state=state)
+        gauge("open_rows", self.intake.accumulator.rows)
+        gauge("open_keys", len(self.intake.accumulator))
+        gauge("partitions", len(self._tasks), state="ready")
+        gauge("partitions", len(self._restores), state="restoring")
+        gauge("partitions", len(self._refused), state="refused")
+        unsettled = sum(
+            max(0, task.next_offset - task.ledger.watermark - len(task.ledger.settled)) for task in self._tasks.values()
+        )
+        gauge("unsettled_records", unsettled)
+        gauge("settle_queue_rows", sum(task.queued_rows for task in self._tasks.values()))
+        oldest = min((one.oldest_t0_ms for one in self.intake.accumulator), default=None)
+        age_s = 0.0 if oldest is None else max(0.0, self._clock.now().timestamp() - oldest / 1000)
+        gauge("oldest_unsettled_age_seconds", age_s)
+
+    async def _commit_positions(self) -> None:
+        while True:
+            await asyncio.sleep(READ_COMMIT_S)
+            positions = {p: task.next_offset for p, task in self._tasks.items() if task.is_live}
+            if positions:
+                await self._positions.commit(positions)
+
+    async def _measure_lag(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            before = loop.time()
+            await asyncio.sleep(0.5)
+            self._loop_lag_s = loop.time() - before - 0.5
+
+    async def _follow_control(self) -> None:
+        done: dict[BatchId, CancelWish] = {}
+        flushed: dict[str, object] = {}
+        while True:
+            await self.fleet.changed.wait()
+            self.fleet.changed.clear()
+            for digest, flush in list(self.fleet.control.flushes.items()):
+                if flushed.get(digest) != flush:
+                    flushed[digest] = flush
+                    await self.intake.flush(None if digest == "all" else digest)
+            for batch_id, wish in list(self.fleet.control.cancels.items()):
+                if done.get(batch_id) != wish:
+                    done[batch_id] = wish
+                    self.post(batch_id, m.CancelWanted("operator"))
+
+    # -------------------------------------------------------------------------------------------- health
+
+    def _note_readiness(self) -> None:
+        if not self.unready():
+            self._telemetry.event("service_ready", partitions=sorted(self._tasks))
+
+    def unready(self) -> Sequence[str]:
+        """Why this replica does not do its whole work now; empty when ready."""
+        if self.state is not RunState.RUNNING:
+            return [self.state.value]
+        if not self._was_assigned:
+            return ["the group has not given out partitions yet"]
+        reasons = [f"partition {partition} is being restored" for partition in sorted(self._restores)]
+        reasons += [f"partition {partition} refused: {why}" for partition, why in sorted(self._refused.items())]
+        return reasons
+
+    def complaints(self) -> Sequence[str]:
+        """What the watchdog finds wrong: any of these means that a restart is better than waiting."""
+        if self.state is not RunState.RUNNING:
+            return []
+        loop = asyncio.get_running_loop()
+        found = list(self.consumer.complaints())
+        if self.intake.last_poll_at and loop.time() - self.intake.last_poll_at > POLL_SILENCE_S:
+            found.append(f"no poll has returned for {POLL_SILENCE_S:.0f} s")
+        if self._loop_lag_s > LOOP_LAG_S:
+            found.append(f"the event loop was late by {self._loop_lag_s:.1f} s")
+        found += [
+            f"partition {partition} has had no live producer for {NO_PRODUCER_S:.0f} s"
+            for partition, since in self._unowned_since.items()
+            if partition not in self._refused and loop.time() - since > NO_PRODUCER_S
+        ]
+        return found
+
+    def status(self) -> Mapping[str, object]:
+        """A short account of what waits and what is on its way; ids, counts and instants only."""
+        return {
+            "state": self.state.value,
+            "partitions": {
+                str(partition): {
+                    "next_offset": task.next_offset,
+                    "watermark": task.ledger.watermark,
+                    "lots": len(task.ledger.lots),
+                }
+                for partition, task in sorted(self._tasks.items())
+            },
+            "waiting": [
+                {"key": one.key.label, "rows": one.rows, "bytes": one.bytes, "ship_by_ms": one.ship_by_ms}
+                for one in self.intake.accumulator
+            ],
+            "batches": {batch_id: actor.batch.state.value for batch_id, actor in self._actors.items()},
+            "holds": [
+                {"scope": hold.scope, "reason": hold.reason, "label": hold.label}
+                for hold in self.fleet.control.all_standing(self._clock.now())
+            ],
+        }
+
+    async def batches(self) -> Sequence[Mapping[str, object]]:
+        """The ``batch_jobs`` read model."""
+        return await self._store.batches()
+
+    async def batch_events(self, batch_id: str) -> Sequence[Mapping[str, object]]:
+        """One batch's history."""
+        return await self._store.batch_events(batch_id)
+
+
+def machine_settings(settings: Settings) -> m.MachineSettings:
+    """The machine's numbers as the settings have them (an account's poll settings come on top)."""
+    limits = settings.limits
+    return m.MachineSettings(
+        file_reuse_s=limits.file_reuse_s,
+        lookup_pause_s=limits.lookup_pause_s,
+        landing_pause_s=limits.missing_confirm_s,
+        missing_grace_s=limits.missing_grace_s,
+        window_grace_s=limits.window_grace_s,
+    )
+
+
+def _details(key: BatchKey, partitions: Sequence[int], size_bytes: int, tokens: int, reason: str) -> dict[str, object]:
+    return {
+        "account": key.account,
+        "endpoint": key.endpoint,
+        "model": key.model,
+        "completion_window": key.completion_window,
+        "slice": key.slice,
+        "partitions": list(partitions),
+        "bytes": size_bytes,
+        "tokens": tokens,
+        "seal_reason": reason,
+    }

@@ -1,0 +1,481 @@
+"""What the machine's effects do: upload, record, create, look up, poll, cancel, land, clean up.
+
+Every method answers with an event. Each says why doing it twice is harmless, or how twice is prevented.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from functools import partial
+
+from batchferry.config import Settings
+from batchferry.domain import machine as m
+from batchferry.domain.errors import KafkaUnavailable, PartitionLost, StoreUnavailable
+from batchferry.domain.ids import BatchId, FileId, LotId, new_batch_id
+from batchferry.domain.ledger import LedgerEntry, Lot, LotState
+from batchferry.domain.partition import PartitionLedger
+from batchferry.domain.provider import BatchSnapshot, CallFailed, CallFailure
+from batchferry.engine.fleet import FleetView
+from batchferry.engine.holds import Holds
+from batchferry.engine.landing import Landing, LandingMemory, waiting_lot
+from batchferry.engine.outcomes import OutcomeWriter
+from batchferry.engine.partition import PartitionTask
+from batchferry.engine.scheduler import Due, PollScheduler
+from batchferry.engine.sealed import BatchFile, SealedBatch, remaining
+from batchferry.ports import BatchProvider, Clock, LocalStore, Telemetry
+
+HOLD_LOOK_S = 1.0
+"""Service-clock seconds between two looks whether a hold has ended."""
+LEADER_PATIENCE_S = 120.0
+"""After so long any owner cancels in the leader's place."""
+FENCE_AGE_S = 30.0
+"""What is done once a batch follows a transaction of our own partition at most this old (real seconds)."""
+MAX_LOOKUP_PAGES = 100
+LOOKUP_SLACK_S = 600.0
+"""The provider's clock may differ: a listing is read so far back beyond the batch's own time."""
+STORE_PAUSE_S = 5.0
+CREATE_RESERVE_S = 1.0
+"""A create is not started with less than this left of its time to live (real seconds)."""
+
+
+@dataclass(slots=True)
+class BatchContext:
+    """What one batch's effects share: the sealed rows before they are recorded, and what readings found."""
+
+    sealed: SealedBatch | None
+    """None when the batch was restored from its lots."""
+    account: str
+    recorded_at: float = 0.0
+    """Real seconds from before the SUBMITTING transactions: a create may only start within its time to live."""
+    resolve_not_before: float = 0.0
+    """Real seconds before which a restored batch must not be judged: its creator may still be at it."""
+    recorded: set[int] = field(default_factory=set)
+    """Partitions whose SUBMITTING record of this process went through."""
+    memory: LandingMemory = field(default_factory=LandingMemory)
+
+
+class BatchWork:
+    """Runs effects for every batch of this process."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        providers: Mapping[str, BatchProvider],
+        tasks: Mapping[int, PartitionTask],
+        store: LocalStore,
+        clock: Clock,
+        telemetry: Telemetry,
+        fleet: FleetView,
+        holds: Holds,
+        landing: Landing,
+        outcomes: OutcomeWriter,
+        scheduler: PollScheduler,
+        new_batch: Callable[[SealedBatch], None],
+        in_flight: Callable[[], int],
+    ) -> None:
+        self._settings = settings
+        self._limits = settings.limits
+        self._providers = providers
+        self._tasks = tasks
+        self._store = store
+        self._clock = clock
+        self._telemetry = telemetry
+        self._fleet = fleet
+        self._holds = holds
+        self._landing = landing
+        self._outcomes = outcomes
+        self._scheduler = scheduler
+        self._new_batch = new_batch
+        self._in_flight = in_flight
+        self._uploads = asyncio.Semaphore(settings.limits.max_uploads)
+
+    # -------------------------------------------------------------------------------------------- dispatch
+
+    async def run(self, context: BatchContext, batch: m.Batch, effect: m.Effect) -> m.Event | None:
+        """Carry one effect out; see each method for what it answers."""
+        provider = self._providers[context.account]
+        match effect:
+            case m.Admit():
+                return await self._admit(context, batch)
+            case m.UploadInput():
+                return await self._upload(context, batch, provider)
+            case m.RecordSubmitting():
+                return await self._record_submitting(context, effect.file_id)
+            case m.CreateBatch():
+                return await self._create(context, batch, effect.file_id, provider)
+            case m.OfferAgain():
+                return m.RecreateDue()
+            case m.LookUpBatch():
+                return await self._look_up(context, batch, provider, is_final=effect.is_final)
+            case m.DeleteInput():
+                return await self._delete_input(batch, provider)
+            case m.RecordSubmitted():
+                return await self._record_submitted(context, batch, effect.snapshot)
+            case m.HandRowsOn():
+                return await self._hand_rows_on(context, batch, effect)
+            case m.PollAt():
+                self._poll_at(context, batch, effect.at)
+                return None
+            case m.CancelBatch():
+                return await self._cancel(batch, effect, provider)
+            case m.LandResults():
+                return await self._land(context, batch, effect, provider)
+            case m.CleanUp():
+                return await self._clean_up(batch, provider)
+            case m.WarnSlow():
+                self._telemetry.event(
+                    "batch_waiting_long", batch_id=batch.batch_id, state=effect.state.value, age_s=round(effect.age_s)
+                )
+                return None
+            case m.Hold():
+                if effect.scope == "account":
+                    await self._holds.place_account(batch.key, effect.reason)
+                else:
+                    await self._holds.place_key(batch.key, effect.reason)
+                return None
+            case _:
+                raise NotImplementedError(type(effect).__name__)
+
+    def own_lots(self, batch_id: BatchId) -> dict[int, tuple[PartitionTask, Lot]]:
+        """The lots of a batch in partitions this process owns now, not yet DONE."""
+        own = {}
+        for partition, task in self._tasks.items():
+            lot = task.ledger.lots.get(LotId(batch_id)) if task.is_live else None
+            if lot is not None and lot.is_at_provider:
+                own[partition] = (task, lot)
+        return own
+
+    # ------------------------------------------------------------------------------------------ submission
+
+    async def _admit(self, context: BatchContext, batch: m.Batch) -> m.Event:
+        sealed = context.sealed
+        assert sealed is not None
+        while True:
+            if not sealed.is_whole:
+                return m.InputUnusable()
+            if not self._holds.standing(batch.key) and self._in_flight() < self._limits.max_batches_in_flight:
+                return m.Admitted()
+            await self._clock.sleep(HOLD_LOOK_S)
+
+    async def _upload(self, context: BatchContext, batch: m.Batch, provider: BatchProvider) -> m.Event:
+        """Twice leaves a second file at the provider, which expires by itself."""
+        sealed = context.sealed
+        assert sealed is not None
+        if not sealed.is_whole:
+            return m.InputUnusable()
+        leader = sealed.parts[sealed.partitions[0]].task.ledger_id
+        try:
+            source = BatchFile(self._store, provider, sealed)
+        except PartitionLost:
+            return m.InputUnusable()
+        account = self._settings.accounts[context.account]
+        async with self._uploads:
+            try:
+                answer = await provider.upload(
+                    source,
+                    f"{leader}-{batch.batch_id}.jsonl",
+                    None if account.file_expiry_s is None else round(account.file_expiry_s),
+                )
+            except StoreUnavailable:
+                return m.UploadFailed(CallFailed("upload", CallFailure.UNAVAILABLE, retry_after_s=STORE_PAUSE_S))
+            except PartitionLost:  # its segments went with the partition
+                return m.InputUnusable()
+        if isinstance(answer, CallFailed):
+            self._report(context.account, answer)
+            return m.UploadFailed(answer)
+        self._telemetry.event(
+            "batch_uploaded", batch_id=batch.batch_id, bytes=answer.size_bytes, file_id=answer.file_id
+        )
+        return m.InputUploaded(answer.file_id)
+
+    async def _record_submitting(self, context: BatchContext, file_id: FileId) -> m.Event:
+        """A state, so twice is once. It is also the fence check: a partition that moved makes it fail."""
+        sealed = context.sealed
+        assert sealed is not None
+        context.recorded_at = asyncio.get_running_loop().time()
+        for partition in sealed.partitions:
+            task = sealed.parts[partition].task
+            lot = sealed.lot(partition, input_file_id=file_id, submit_ttl_s=self._limits.submit_ttl_s)
+            try:
+                await task.commit(partial(_plan_submitting, lot))
+            except PartitionLost:
+                return m.SubmittingRefused()
+            context.recorded.add(partition)
+        return m.SubmittingRecorded() if sealed.is_whole else m.SubmittingRefused()
+
+    async def _create(self, context: BatchContext, batch: m.Batch, file_id: FileId, provider: BatchProvider) -> m.Event:
+        """The one call that must not run twice: it starts only while our SUBMITTING records are fresh."""
+        sealed = context.sealed
+        assert sealed is not None
+        loop = asyncio.get_running_loop()
+        left_s = context.recorded_at + self._limits.submit_ttl_s - loop.time()
+        if left_s < CREATE_RESERVE_S:
+            return m.CreateNotSent()
+        leader = sealed.parts[sealed.partitions[0]].task.ledger_id
+        metadata = {"batch_id": batch.batch_id, "ledger_id": leader}
+        try:
+            async with asyncio.timeout(left_s):
+                answer = await provider.create(file_id, batch.key.endpoint, batch.key.completion_window, metadata)
+        except TimeoutError:
+            answer = CallFailed("create", CallFailure.UNANSWERED)
+        if isinstance(answer, BatchSnapshot):
+            return m.CreateAccepted(answer)
+        self._report(context.account, answer)
+        if answer.kind is CallFailure.UNAVAILABLE:
+            return m.CreateNotSent()
+        if answer.is_definite:
+            return m.CreateRefused(answer)
+        self._telemetry.event("batch_submission_unknown", batch_id=batch.batch_id)
+        return m.CreateUnanswered(answer)
+
+    async def _record_submitted(self, context: BatchContext, batch: m.Batch, snapshot: BatchSnapshot) -> m.Event | None:
+        """A state, so twice is once. A partition that moved learns the id from its siblings' records."""
+        for partition, (task, lot) in self.own_lots(batch.batch_id).items():
+            if lot.state is LotState.SUBMITTED:
+                continue
+            records = [self._outcomes.submitted_event(lot, snapshot)] if partition == lot.leader_partition else []
+            try:
+                await task.commit(
+                    partial(_plan_submitted, lot.lot_id, snapshot, snapshot.created_at or self._clock.now()),
+                    records,
+                )
+            except PartitionLost:
+                continue
+        self._telemetry.event(
+            "batch_submitted",
+            batch_id=batch.batch_id,
+            provider_batch_id=snapshot.provider_batch_id,
+            rows=batch.rows,
+            account=context.account,
+        )
+        if context.sealed is not None:
+            self._store.delete_segments(context.sealed.refs)
+            context.sealed = None
+        return m.SubmittedRecorded()
+
+    async def _hand_rows_on(self, context: BatchContext, batch: m.Batch, effect: m.HandRowsOn) -> m.Event:
+        """Dissolve: recorded lots become waiting lots; rows no record names leave again under a new batch id."""
+        if effect.hold == "account":
+            await self._holds.place_account(batch.key, effect.reason)
+        elif effect.hold == "key":
+            await self._holds.place_key(batch.key, effect.reason)
+        recorded: set[int] = set()
+        for partition, (task, lot) in self.own_lots(batch.batch_id).items():
+            recorded.add(partition)
+
+            def plan(ledger: PartitionLedger, task: PartitionTask = task, lot: Lot = lot) -> list[LedgerEntry]:
+                if lot.lot_id not in ledger.lots:
+                    return []
+                rows = ledger.held_by(lot.lot_id)
+                heirs = [waiting_lot(task, ledger, [lot], rows, {}, self._clock, 0.0)] if rows else []
+                return ledger.plan_dissolve(lot.lot_id, heirs)
+
+            try:
+                await task.commit(plan)
+            except PartitionLost:
+                continue
+        self._telemetry.event("batch_dissolved", batch_id=batch.batch_id, reason=effect.reason, rows=batch.rows)
+        sealed, context.sealed = context.sealed, None
+        if sealed is not None:
+            now = self._clock.now()
+            rest = remaining(sealed, new_batch_id(now.timestamp()), recorded | context.recorded, now)
+            kept = set() if rest is None else set(rest.refs)
+            self._store.delete_segments([ref for ref in sealed.refs if ref not in kept])
+            if rest is not None:
+                self._new_batch(rest)
+        return m.RowsHandedOn()
+
+    # ---------------------------------------------------------------------------------------- was it created?
+
+    async def _look_up(
+        self, context: BatchContext, batch: m.Batch, provider: BatchProvider, *, is_final: bool
+    ) -> m.Event:
+        """Reading only, so twice is harmless."""
+        loop = asyncio.get_running_loop()
+        wait_s = context.resolve_not_before - loop.time()
+        if wait_s > 0:
+            await asyncio.sleep(wait_s)
+        try:
+            await self._fleet.catch_up()
+        except KafkaUnavailable:
+            return m.LookUpFailed()
+        for lot in self._fleet.lots_of(batch.batch_id).values():
+            if lot.provider_batch_ids:
+                answer = await provider.retrieve(lot.provider_batch_ids[0])
+                if isinstance(answer, BatchSnapshot):
+                    return self._adopted(batch, answer, "sibling")
+                self._report(context.account, answer)
+                return m.LookUpFailed(answer)
+        found = await self._list_ours(batch, provider)
+        if isinstance(found, CallFailed):
+            self._report(context.account, found)
+            return m.LookUpFailed(found)
+        if not found:
+            return m.BatchNotFound(is_final=is_final)
+        found.sort(key=lambda one: (one.created_at or batch.sealed_at, one.provider_batch_id))
+        canonical, *twins = found
+        own = self.own_lots(batch.batch_id)
+        if twins and min(batch.partitions) in own:
+            for twin in twins:
+                self._telemetry.event(
+                    "batch_twin_cancelled", batch_id=batch.batch_id, provider_batch_id=twin.provider_batch_id
+                )
+                if not twin.status.is_terminal:
+                    await provider.cancel(twin.provider_batch_id)
+        return self._adopted(batch, canonical, "list")
+
+    def _adopted(self, batch: m.Batch, snapshot: BatchSnapshot, by: str) -> m.Event:
+        self._telemetry.event(
+            "batch_adopted", batch_id=batch.batch_id, provider_batch_id=snapshot.provider_batch_id, found_by=by
+        )
+        return m.BatchFound(snapshot)
+
+    async def _list_ours(self, batch: m.Batch, provider: BatchProvider) -> list[BatchSnapshot] | CallFailed:
+        found: list[BatchSnapshot] = []
+        oldest = batch.sealed_at - timedelta(seconds=LOOKUP_SLACK_S)
+        cursor: str | None = None
+        for _ in range(MAX_LOOKUP_PAGES):
+            page = await provider.list_batches(cursor)
+            if isinstance(page, CallFailed):
+                return page
+            found.extend(one for one in page.batches if _is_ours(batch, one))
+            reached = any(one.created_at is not None and one.created_at < oldest for one in page.batches)
+            if reached or page.next_cursor is None or page.next_cursor == cursor:
+                break
+            cursor = page.next_cursor
+        return found
+
+    async def _delete_input(self, batch: m.Batch, provider: BatchProvider) -> m.Event:
+        """A deleted file stays deleted. Until the provider confirms it, absence of the batch proves nothing."""
+        if batch.input_file_id is None:
+            return m.InputDeleted()
+        failure = await provider.delete_file(batch.input_file_id)
+        return m.InputDeleted() if failure is None else m.InputNotDeleted(failure)
+
+    # ------------------------------------------------------------------------------------------- on the water
+
+    def _poll_at(self, context: BatchContext, batch: m.Batch, at: datetime) -> None:
+        if batch.provider_batch_id is not None:
+            self._scheduler.schedule(Due(batch.batch_id, context.account, batch.provider_batch_id), at)
+
+    async def _cancel(self, batch: m.Batch, effect: m.CancelBatch, provider: BatchProvider) -> m.Event | None:
+        """Cancelling twice is harmless at every provider."""
+        if batch.provider_batch_id is None:
+            return None
+        leader = self._tasks.get(min(batch.partitions))
+        if leader is None or not leader.is_live:
+            await self._clock.sleep(LEADER_PATIENCE_S)
+        else:
+            try:
+                await leader.confirm_ownership(FENCE_AGE_S)
+            except PartitionLost:
+                return None  # the new leader, or another owner, does it
+        self._telemetry.event("batch_cancel_sent", batch_id=batch.batch_id, reason=effect.reason)
+        answer = await provider.cancel(batch.provider_batch_id)
+        return m.CancelFailed(answer) if isinstance(answer, CallFailed) else m.CancelAnswered(answer)
+
+    # ---------------------------------------------------------------------------------------------- home again
+
+    async def _land(
+        self, context: BatchContext, batch: m.Batch, effect: m.LandResults, provider: BatchProvider
+    ) -> m.Event:
+        try:
+            event = await self._landing.land(
+                batch.batch_id, self.own_lots(batch.batch_id), effect, provider, context.memory
+            )
+        except KafkaUnavailable:
+            return m.ResultsUnavailable(CallFailed("input", CallFailure.UNAVAILABLE))
+        except StoreUnavailable:
+            return m.ResultsUnavailable(CallFailed("disk", CallFailure.UNAVAILABLE, retry_after_s=STORE_PAUSE_S))
+        if isinstance(event, m.ResultsIncomplete) and not self.own_lots(batch.batch_id):
+            return m.ResultsRead()  # the last partition of ours has moved on, or is DONE
+        return event
+
+    async def _clean_up(self, batch: m.Batch, provider: BatchProvider) -> m.Event:
+        """Deleting and writing CLEAN are states, so twice is once."""
+        lot_id = LotId(batch.batch_id)
+        mine = {
+            partition: (task, task.ledger.lots[lot_id])
+            for partition, task in self._tasks.items()
+            if task.is_live and lot_id in task.ledger.lots
+        }
+        open_lots = {p: pair for p, pair in mine.items() if pair[1].state is not LotState.CLEAN}
+        if not open_lots:
+            return m.CleanedUp()
+        if any(lot.state is not LotState.DONE for _, lot in open_lots.values()):
+            return m.CleanUpWaits()
+        leader_partition = min(batch.partitions)
+        try:
+            if leader_partition in mine:
+                if not await self._delete_files(batch, mine, provider):
+                    return m.CleanUpWaits()
+            else:
+                await self._fleet.catch_up()
+                leading = self._fleet.lots_of(batch.batch_id).get(leader_partition)
+                if leading is not None and leading.state is not LotState.CLEAN:
+                    return m.CleanUpWaits()
+            for task, _ in open_lots.values():
+                await task.commit(lambda ledger: ledger.plan_clean(lot_id))
+        except (PartitionLost, KafkaUnavailable):
+            return m.CleanUpWaits()
+        return m.CleanedUp()
+
+    async def _delete_files(
+        self, batch: m.Batch, mine: Mapping[int, tuple[PartitionTask, Lot]], provider: BatchProvider
+    ) -> bool:
+        """Whether the files are gone (or are kept on purpose); not before every owner is DONE."""
+        others = [partition for partition in batch.partitions if partition not in mine]
+        if others:
+            await self._fleet.catch_up()
+            known = self._fleet.lots_of(batch.batch_id)
+            if any(p in known and known[p].state not in {LotState.DONE, LotState.CLEAN} for p in others):
+                return False
+        task, lot = mine[min(batch.partitions)]
+        if self._settings.accounts[batch.key.account].keep_files or self._outcomes.keeps_files(batch.batch_id):
+            return True
+        await task.confirm_ownership(FENCE_AGE_S)
+        file_ids: list[FileId | None] = [lot.input_file_id]
+        snapshot = batch.snapshot
+        if snapshot is None and lot.provider_batch_ids:
+            answer = await provider.retrieve(lot.provider_batch_ids[0])
+            if isinstance(answer, CallFailed):
+                if answer.kind is not CallFailure.NOT_FOUND:
+                    return False
+            else:
+                snapshot = answer
+        if snapshot is not None:
+            file_ids += [snapshot.output_file_id, snapshot.error_file_id]
+        for file_id in file_ids:
+            if file_id is not None and await provider.delete_file(file_id) is not None:
+                return False
+        return True
+
+    def _report(self, account: str, failure: CallFailed) -> None:
+        self._telemetry.event(
+            "provider_call_failed",
+            account=account,
+            call=failure.call,
+            kind=failure.kind.value,
+            http_status=failure.http_status,
+            code=failure.code,
+        )
+
+
+def _plan_submitting(lot: Lot, ledger: PartitionLedger) -> list[LedgerEntry]:
+    return ledger.plan_submitting(lot)
+
+
+def _plan_submitted(
+    lot_id: LotId, snapshot: BatchSnapshot, submitted_at: datetime, ledger: PartitionLedger
+) -> list[LedgerEntry]:
+    return ledger.plan_submitted(lot_id, provider_batch_ids=(snapshot.provider_batch_id,), submitted_at=submitted_at)
+
+
+def _is_ours(batch: m.Batch, snapshot: BatchSnapshot) -> bool:
+    """By the input file first: a file belongs to one batch id; metadata is lost by some gateways."""
+    if batch.input_file_id is not None and snapshot.input_file_id == batch.input_file_id:
+        return True
+    return snapshot.metadata.get("batch_id") == batch.batch_id
