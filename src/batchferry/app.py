@@ -422,9 +422,8 @@ def run_simulator(
         lapsed = LapsedMembers(broker.bootstrap)
         lapsed.start()
     try:
-        run_forever(
-            settings, None if on_ready is None else lambda url: on_ready(url, None if broker is None else broker.bootstrap)
-        )
+        address = None if broker is None else broker.bootstrap
+        run_forever(settings, None if on_ready is None else lambda url: on_ready(url, address))
     finally:
         if lapsed is not None:
             lapsed.stop()

@@ -283,7 +283,8 @@ def _is_json(body: bytes) -> bool:
     return True
 
 
-def _cost(price: Price) -> dict[str, str]:
+@functools.lru_cache(maxsize=4096)  # rows of one prompt differ by few tokens
+def _cost(price: Price) -> Mapping[str, str]:
     return {
         "usd": format_usd(price.picodollars),
         "sync_usd": format_usd(price.list_picodollars),

@@ -553,9 +553,7 @@ def _unusable(batch: Batch, _event: Event, now: datetime, _settings: MachineSett
 
 
 @_on(S.REFUSED, InputUploaded)
-def _uploaded_for_nothing(
-    batch: Batch, event: InputUploaded, _now: datetime, _settings: MachineSettings
-) -> Transition:
+def _uploaded_for_nothing(batch: Batch, event: InputUploaded, _now: datetime, _settings: MachineSettings) -> Transition:
     """The upload was under way when a partition moved: its file names rows that are not ours any more."""
     return Transition(replace(batch, input_file_id=event.file_id), (DeleteInput(),))
 

@@ -117,12 +117,11 @@ class OffsetSet:
         """The offsets that lie in ``start`` up to but excluding ``stop``."""
         if stop - start <= BLOCK_SIZE:
             return self & OffsetSet.span(start, stop)
-        kept = self.copy()  # the cost of a long span grows with its length, however few offsets are in it
-        kept.discard_below(start)
-        last = kept.last()
-        if last is not None and last >= stop:
-            kept._bits.remove_range(stop, last + 1)
-        return kept
+        bits = self._bits.copy()  # the cost of a long span grows with its length, however few offsets are in it
+        bits.remove_range(0, start)
+        if bits and bits.max() >= stop:
+            bits.remove_range(stop, bits.max() + 1)
+        return _wrap(bits)
 
     def ranges(self) -> Iterator[tuple[int, int]]:
         """The contiguous runs as (start, stop), ascending."""

@@ -49,6 +49,7 @@ class Reconciliation:
         self._lots = dict(lots)
         self._ledger_ids = dict(ledger_ids)
         self._all_partitions = frozenset(p for lot in lots.values() for p in lot.partitions)
+        self._by_head = {f"{ledger_id}-{partition}": partition for partition, ledger_id in self._ledger_ids.items()}
         self._seen = {partition: OffsetSet() for partition in lots}
         self.lines = 0
         self.foreign = 0
@@ -58,7 +59,14 @@ class Reconciliation:
     def match(self, wire_id: str) -> Match:
         """Say whose line this is, and remember that its row was seen."""
         self.lines += 1
-        wire = parse_wire_id(wire_id)
+        head, _, submission = wire_id.rpartition("-")
+        mine, _, offset_text = head.rpartition("-")
+        partition = self._by_head.get(mine)
+        # The usual case first, without taking the whole id apart: this runs for every line of every batch.
+        if partition is not None and offset_text.isdecimal() and submission.isdecimal() and wire_id.isascii():
+            wire: WireId | None = WireId(self._ledger_ids[partition], partition, int(offset_text), int(submission))
+        else:
+            wire = parse_wire_id(wire_id)
         if wire is None or wire.partition not in self._all_partitions:
             self.foreign += 1
             return Match(Whose.FOREIGN, wire)

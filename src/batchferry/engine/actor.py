@@ -156,6 +156,8 @@ class BatchActor:
                 "state": batch.state.value,
                 "provider_status": batch.provider_status or None,
                 "input_file_id": batch.input_file_id,
+                "output_file_id": None if batch.snapshot is None else batch.snapshot.output_file_id,
+                "error_file_id": None if batch.snapshot is None else batch.snapshot.error_file_id,
                 "sealed_at": batch.sealed_at,
                 "submitted_at": batch.submitted_at,
                 "finalized_at": batch.ended_at,

@@ -37,6 +37,7 @@ class FleetView:
         self.control = control.ControlState()
         self._tail: LogTail | None = None
         self._producer: PlainProducer | None = None
+        self._connecting = asyncio.Lock()
         self._reached_end = asyncio.Event()
         self._rounds = asyncio.Condition()
         self.changed = asyncio.Event()
@@ -125,25 +126,28 @@ class FleetView:
         self.control.apply(entry)
         self.changed.set()
         try:
-            if self._producer is None:
-                producer = self._kafka.plain_producer()
-                await producer.start()
-                self._producer = producer
+            producer = await self._connected()
             key, value = control.encode(entry)
-            await self._producer.send([OutRecord(self._control_topic, key, value, partition=0)])
+            await producer.send([OutRecord(self._control_topic, key, value, partition=0)])
         except KafkaUnavailable:
             self._telemetry.event("kafka_unavailable", what="control record")
 
     async def send(self, records: list[OutRecord]) -> None:
         """Publish records that state no ledger fact (batch events); best effort."""
         try:
+            producer = await self._connected()
+            await producer.send(records)
+        except KafkaUnavailable:
+            self._telemetry.event("kafka_unavailable", what="events")
+
+    async def _connected(self) -> PlainProducer:
+        """The one producer; several tasks may be the first to want it."""
+        async with self._connecting:
             if self._producer is None:
                 producer = self._kafka.plain_producer()
                 await producer.start()
                 self._producer = producer
-            await self._producer.send(records)
-        except KafkaUnavailable:
-            self._telemetry.event("kafka_unavailable", what="events")
+            return self._producer
 
     async def stop(self) -> None:
         """Give up the producer; ``run`` is ended by cancelling its task."""

@@ -266,6 +266,17 @@ def _check_output(
         return []
     takes = int(topic.configs.get("max.message.bytes", str(DEFAULT_MAX_MESSAGE_BYTES)))
     limits[name] = max(1024, takes - RECORD_OVERHEAD_BYTES)
+    if takes < settings.kafka.produce_batch_bytes:
+        return [
+            Finding(
+                "outcomes fit",
+                Verdict.REFUSE,
+                name,
+                f"the topic takes {takes} bytes at a time, but outcomes are sent in batches of up to"
+                f" {settings.kafka.produce_batch_bytes}: a full one would be refused again and again",
+                f"set kafka.produce_batch_bytes to {takes} or less, or raise max.message.bytes of this topic",
+            )
+        ]
     gives = DEFAULT_MAX_MESSAGE_BYTES
     if requests is not None:
         gives = int(requests.configs.get("max.message.bytes", str(gives)))

@@ -18,7 +18,7 @@ from typing import cast
 from batchferry.config import Settings
 from batchferry.domain.accumulator import Accumulator, Sealed, SealReason
 from batchferry.domain.batchkey import BatchKey
-from batchferry.domain.errors import PartitionLost, StoreUnavailable
+from batchferry.domain.errors import KafkaUnavailable, PartitionLost, StoreUnavailable
 from batchferry.domain.ids import new_batch_id
 from batchferry.domain.requests import BadRecord, check_timestamp
 from batchferry.engine.outcomes import OutcomeWriter
@@ -34,6 +34,11 @@ SEAL_TICK_S = 0.25
 CATCHING_UP_S = 60.0
 """While a backlog streams in, a due batch may wait so long (service time) for the rest of it."""
 STORE_PAUSE_S = 2.0
+KAFKA_PAUSE_S = 2.0
+"""Real seconds before the next poll after one that failed."""
+
+WIRE_ID_CHARS = 40
+"""Longest wire id; it goes in front of each line in the file, and counts there."""
 
 NewBatch = Callable[[SealedBatch], Awaitable[None]]
 
@@ -66,6 +71,7 @@ class Intake:
         self._source = source
         self._outcomes = outcomes
         self._providers = providers
+        self._head_bytes = max((len(one.line_head("w" * WIRE_ID_CHARS)) for one in providers.values()), default=0)
         self._tasks = tasks
         self._new_batch = new_batch
         self._is_held = is_held
@@ -84,9 +90,15 @@ class Intake:
         """Poll until stopped. The poll itself is never cancelled: it would break the client's supervision."""
         loop = asyncio.get_running_loop()
         while not self._stopping:
-            polled = await asyncio.shield(
-                self._consumer.poll(self._limits.poll_records, 0 if self._is_catching_up else POLL_TIMEOUT_MS)
-            )
+            try:
+                polled = await asyncio.shield(
+                    self._consumer.poll(self._limits.poll_records, 0 if self._is_catching_up else POLL_TIMEOUT_MS)
+                )
+            except KafkaUnavailable:
+                # Nothing was handed over and no position moved: the same records come with a later poll.
+                self._telemetry.event("kafka_unavailable", what="intake")
+                await asyncio.sleep(KAFKA_PAUSE_S)
+                continue
             self.last_poll_at = loop.time()
             taken = 0
             for partition, records in polled.items():
@@ -178,7 +190,7 @@ class Intake:
                     routed.limits,
                     partition,
                     offset,
-                    size_bytes=len(line),
+                    size_bytes=len(line) + self._head_bytes,
                     tokens=request.tokens,
                     inputs=request.inputs,
                     t0_ms=row.t0_ms,
@@ -243,10 +255,15 @@ class Intake:
         for batch in batches:
             await self._new_batch(batch)
 
-    async def flush(self, key_digest: str | None = None) -> None:
-        """Seal the open batches of a key (or all) now."""
+    async def flush(self, key_digest: str | None, before: datetime) -> None:
+        """Seal the open batches of a key (or all) that hold a row from before this instant."""
+        before_ms = before.timestamp() * 1000
         async with self._lock:
-            keys = [batch.key for batch in self.accumulator if key_digest in {None, batch.key.digest}]
+            keys = [
+                batch.key
+                for batch in self.accumulator
+                if key_digest in {None, batch.key.digest} and batch.oldest_t0_ms < before_ms
+            ]
             batches = [
                 await self._close(closed)
                 for key in keys

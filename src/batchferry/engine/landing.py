@@ -70,16 +70,21 @@ class BatchTally:
         by_class = self.classes.setdefault(partition, {})
         by_class[row_class.value] = by_class.get(row_class.value, 0) + rows
 
-    def add_usage(self, partition: int, usage: Usage, cost: int | None, sync_cost: int | None) -> None:
-        """Add one row's tokens and price in picodollars; one unknown price makes the sum unknown."""
+    def add_rows(self, partition: int, rows: Sequence[tuple[Usage | None, int | None, int | None]]) -> None:
+        """Add rows' tokens and prices in picodollars (paid, list); one unknown price makes the sum unknown."""
         before = self.usage.get(partition, Usage())
-        self.usage[partition] = Usage(
-            before.input_tokens + usage.input_tokens,
-            before.output_tokens + usage.output_tokens,
-            before.cached_tokens + usage.cached_tokens,
-        )
-        self.cost[partition] = _sum(self.cost.get(partition, 0), cost)
-        self.sync_cost[partition] = _sum(self.sync_cost.get(partition, 0), sync_cost)
+        inputs, outputs, cached = before.input_tokens, before.output_tokens, before.cached_tokens
+        cost, sync_cost = self.cost.get(partition, 0), self.sync_cost.get(partition, 0)
+        for usage, paid, listed in rows:
+            if usage is not None:
+                inputs += usage.input_tokens
+                outputs += usage.output_tokens
+                cached += usage.cached_tokens
+            cost = None if cost is None or paid is None else cost + paid
+            sync_cost = None if sync_cost is None or listed is None else sync_cost + listed
+        self.usage[partition] = Usage(inputs, outputs, cached)
+        self.cost[partition] = cost
+        self.sync_cost[partition] = sync_cost
 
     def of(self, partition: int) -> LotTally:
         """The tally of one lot."""
@@ -98,10 +103,6 @@ class BatchTally:
     def all_rows(self) -> int:
         """Rows of every class in all partitions."""
         return sum(sum(by_class.values()) for by_class in self.classes.values())
-
-
-def _sum(before: int | None, more: int | None) -> int | None:
-    return None if before is None or more is None else before + more
 
 
 @dataclass(slots=True)
@@ -295,17 +296,16 @@ class Landing:
             task, lot = first.lots[partition]
             ledger = task.ledger
             first.tally.count(partition, RowClass.SUCCEEDED, len(lines))
-            wanted = [offset for offset, _ in lines if not ledger.is_settled(offset)]
-            known = await self._store.get_rows(partition, wanted) if wanted else {}
-            now = self._clock.now()
-            settlements = []
-            for offset, line in lines:
-                price = self._outcomes.price(lot, line)
-                first.tally.add_usage(partition, line.usage or Usage(), price.batch, price.sync)
-                if ledger.is_settled(offset):
-                    continue
-                row = known.get(offset) or lost_row(offset, lot)
-                settlements.append(self._outcomes.result(task, lot, row, line, price, first.snapshot, now))
+            unsettled = [pair for pair in lines if not ledger.is_settled(pair[0])]
+            known = await self._store.get_rows(partition, [offset for offset, _ in unsettled]) if unsettled else {}
+            priced = [(offset, line, self._outcomes.price(lot, line)) for offset, line in lines]
+            first.tally.add_rows(partition, [(line.usage, price.batch, price.sync) for _, line, price in priced])
+            answered = [
+                (known.get(offset) or lost_row(offset, lot), line, price)
+                for offset, line, price in priced
+                if not ledger.is_settled(offset)
+            ]
+            settlements = self._outcomes.results(task, lot, answered, first.snapshot, self._clock.now())
             await task.settle(settlements)
 
     # ------------------------------------------------------------------------------------------ failing rows
@@ -351,7 +351,7 @@ class Landing:
             first.tally.count(partition, line.row_class)
             if line.usage is not None:
                 price = self._outcomes.price(lot, line)
-                first.tally.add_usage(partition, line.usage, price.batch, price.sync)
+                first.tally.add_rows(partition, [(line.usage, price.batch, price.sync)])
             ended_in = line.row_class
             action = decide(ended_in, lot.attempts_of(ended_in.value, offset), policy)
             if ended_in is RowClass.CANCELLED and wish is not None:
@@ -471,12 +471,13 @@ class Landing:
         for error, kind in kinds.items():
             if kind is not BatchErrorKind.ROW or error.line is None:
                 continue
-            has_row_errors = True
             for partition, (_, lot) in lots.items():
+                # A line beyond the file names no row: the same file again would be refused again.
+                has_row_errors = has_row_errors or 1 <= error.line <= lot.rows
                 offset = lot.offset_of_line(error.line)
                 if offset is not None:
                     named.setdefault(partition, []).append((offset, error))
-        delay_s = 0.0
+        delay_s: float | None = 0.0
         seen = set(kinds.values())
         if BatchErrorKind.ACCOUNT in seen:
             await self._holds.place_account(key, "account")
@@ -488,6 +489,8 @@ class Landing:
             # No detail that we understand: never fail all rows for it; an operator should look.
             await self._holds.place_key(key, "batch_failed_without_details")
             self._telemetry.event("alarm", what="batch_failed_without_details", batch_id=batch_id)
+        elif not has_row_errors:
+            delay_s = None  # the file has vanished: the route's pause, lest uploads follow one another without end
         first = _FirstPass(
             batch_id, snapshot, lots, Reconciliation({p: lot for p, (_, lot) in lots.items()}, {}), tally
         )

@@ -11,6 +11,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -44,8 +45,13 @@ from batchferry.ports import Clock, Headers, IndexRow, OutRecord, Record, Teleme
 from batchferry.telemetry import child_traceparent
 
 FILE_MODE = 0o600
+OWN_HEADERS_BYTES = 1024
+"""Room for the headers that an outcome has of its own."""
 MAX_BATCHES_KEPT = 10_000
 """Batches remembered for keeping their provider files; the oldest is forgotten first."""
+
+
+_NO_ATTEMPTS: Mapping[str, int] = {}
 
 
 class RowPrice(NamedTuple):
@@ -105,26 +111,35 @@ class OutcomeWriter:
             price = price_row(provider, lot.key.model, line.usage, when, batch=True)
         return RowPrice(price)
 
-    def result(
+    def results(
         self,
         task: PartitionTask,
         lot: Lot,
-        row: IndexRow,
-        line: ResultLine,
-        price: RowPrice,
+        answered: Sequence[tuple[IndexRow, ResultLine, RowPrice]],
         snapshot: BatchSnapshot,
         now: datetime,
-    ) -> Settlement:
-        """A success; one that is too large for its topic becomes a failure that says so."""
-        context = self._context(task, lot, row, snapshot, now)
-        value = render_result(context, line, price.price)
-        headers = outcome_headers(context, "succeeded", now, _traced(row.headers))
+    ) -> list[Settlement]:
+        """Successes of one lot; one that is too large for its topic becomes a failure that says so.
+
+        Runs for every row of every batch: what all rows of the chunk share is worked out once.
+        """
         topic = self._topics.results
-        self._told(row, RowClass.SUCCEEDED, now, line)
-        if len(value) + _size(headers) <= self._max_bytes[topic]:
-            record = OutRecord(topic, _key(row), value, headers, self._partition(topic, task.partition))
-            return Settlement(row.offset, record, row.deadline_ms)
-        return self._too_large(task, lot, row, line, price, context, len(value), now)
+        limit = self._max_bytes[topic]
+        partition = self._partition(topic, task.partition)
+        settlements = []
+        for row, line, price in answered:
+            context = self._context(task, lot, row, snapshot, now, line.wire_id)
+            value = render_result(context, line, price.price)
+            headers = outcome_headers(context, "succeeded", now, _traced(row.headers))
+            key = _key(row)
+            if len(value) + len(key or b"") + _size(headers) <= limit:
+                self._told(row, RowClass.SUCCEEDED, now, line)
+                record = OutRecord(topic, key, value, headers, partition)
+                settlements.append(Settlement(row.offset, record, row.deadline_ms))
+            else:
+                self._told(row, RowClass.OUTCOME_TOO_LARGE, now, None)
+                settlements.append(self._too_large(task, lot, row, line, price, context, len(value), now))
+        return settlements
 
     def _too_large(
         self,
@@ -167,10 +182,16 @@ class OutcomeWriter:
                 "kept_at": kept_at,
             },
         )
-        headers = outcome_headers(context, "failed", now, _traced(row.headers))
-        topic = self._topics.failures
-        record = OutRecord(topic, _key(row), value, headers, self._partition(topic, task.partition))
+        record = self._fitted(self._topics.failures, context, row, value, now)
         return Settlement(row.offset, record, row.deadline_ms)
+
+    def _fitted(self, topic: str, context: OutcomeContext, row: IndexRow, value: bytes, now: datetime) -> OutRecord:
+        """A failure's record; key and headers are the caller's, and go when the topic does not take them."""
+        headers = outcome_headers(context, "failed", now, _traced(row.headers))
+        key = _key(row)
+        if len(value) + len(key or b"") + _size(headers) > self._max_bytes[topic]:
+            key, headers = None, outcome_headers(context, "failed", now)
+        return OutRecord(topic, key, value, headers, self._partition(topic, context.partition))
 
     def _partition(self, topic: str, partition: int) -> int | None:
         """An outcome goes to the partition its request came from where the topics have equally many.
@@ -204,7 +225,7 @@ class OutcomeWriter:
         lot: Lot,
         row: IndexRow,
         line: ResultLine,
-        original: bytes | None,
+        original: Original | None,
         snapshot: BatchSnapshot,
         now: datetime,
     ) -> Settlement:
@@ -226,14 +247,13 @@ class OutcomeWriter:
         code: str,
         message: str,
         now: datetime,
-        original: bytes | None = None,
+        original: Original | None = None,
         line: ResultLine | None = None,
         *,
         remedy: str | None = None,
         duplicate_of: int | None = None,
     ) -> OutRecord:
-        headers = outcome_headers(context, "failed", now, _traced(row.headers))
-        quoted: Original | None = quote_original(original)
+        passed = sum(len(name) + len(value) + 4 for name, value in row.headers)
         attempt_line = line if line is not None and line.body is not None else None
 
         def render(quote: Original | None, answer: ResultLine | None) -> bytes:
@@ -248,13 +268,13 @@ class OutcomeWriter:
                 duplicate_of=duplicate_of,
             )
 
-        value = render(quoted, attempt_line)
-        limit = self._max_bytes[topic] - _size(headers)
+        value = render(original, attempt_line)
+        limit = self._max_bytes[topic] - passed - OWN_HEADERS_BYTES - len(_key(row) or b"")
         if len(value) > limit:
-            value = render(quote_original(original, 1024), None)
+            value = render(None if original is None else _shorter(original), None)
         if len(value) > limit:
             value = render(None, None)
-        return OutRecord(topic, _key(row), value, headers, self._partition(topic, context.partition))
+        return self._fitted(topic, context, row, value, now)
 
     def bad_record(self, task: PartitionTask, record: Record, bad: BadRecord, now: datetime) -> Settlement:
         """The failure of an input record that breaks a rule."""
@@ -280,7 +300,7 @@ class OutcomeWriter:
             str(bad.rule),
             f"{where}: {bad.message}",
             now,
-            record.value,
+            quote_original(record.value),
             remedy=bad.remedy,
         )
         return Settlement(record.offset, made, t0_ms)
@@ -325,11 +345,20 @@ class OutcomeWriter:
         return Settlement(offset, made, now_ms)
 
     def _context(
-        self, task: PartitionTask, lot: Lot, row: IndexRow, snapshot: BatchSnapshot, now: datetime
+        self,
+        task: PartitionTask,
+        lot: Lot,
+        row: IndexRow,
+        snapshot: BatchSnapshot,
+        now: datetime,
+        wire_id: str = "",
     ) -> OutcomeContext:
         ledger_id = task.ledger_id
         partition = task.partition
-        attempts = {row_class: times for row_class in lot.attempts if (times := lot.attempts_of(row_class, row.offset))}
+        attempts: Mapping[str, int] = _NO_ATTEMPTS
+        if lot.attempts:
+            offset = row.offset
+            attempts = {name: times for name in lot.attempts if (times := lot.attempts_of(name, offset))}
         return OutcomeContext(
             ledger_id=ledger_id,
             topic=self._topics.requests,
@@ -339,7 +368,7 @@ class OutcomeWriter:
             t0=from_ms(row.t0_ms),
             deadline=from_ms(row.deadline_ms),
             deadline_met=now.timestamp() * 1000 <= row.deadline_ms,
-            wire_id=str(WireId(ledger_id, partition, row.offset, lot.submission)),
+            wire_id=wire_id or str(WireId(ledger_id, partition, row.offset, lot.submission)),
             submission=lot.submission,
             attempts=attempts,
             batch=self._facts(lot, snapshot, now),
@@ -516,5 +545,13 @@ def _traced(headers: Headers) -> Headers:
     )
 
 
+def _shorter(quote: Original) -> Original:
+    """Only its beginning; the number is one that base64 can be cut at."""
+    return replace(quote, value=quote.value[:1024], truncated=quote.truncated or len(quote.value) > 1024)
+
+
 def _size(headers: Headers) -> int:
-    return sum(len(name) + len(value) + 4 for name, value in headers)
+    size_bytes = 4 * len(headers)
+    for name, value in headers:
+        size_bytes += len(name) + len(value)
+    return size_bytes

@@ -43,6 +43,10 @@ GAP_PATIENCE_S = 5.0
 """Real seconds before offsets that hold no record get a transaction of their own."""
 
 
+RECORD_FRAME_BYTES = 200
+"""Counted for a record's headers and framing."""
+
+
 class TaskState(StrEnum):
     """Where the task is."""
 
@@ -64,10 +68,12 @@ class Settlement:
     deadline_ms: int
     only_if_held_by: LotId | None = None
 
-    @property
-    def size_bytes(self) -> int:
-        """What it weighs in a transaction."""
-        return len(self.record.value or b"") + len(self.record.key or b"") + 200
+    size_bytes: int = 0
+    """What it weighs in a transaction."""
+
+    def __post_init__(self) -> None:
+        record = self.record
+        self.size_bytes = len(record.value or b"") + len(record.key or b"") + RECORD_FRAME_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,16 +344,18 @@ class PartitionTask:
         Raises:
             PartitionLost: this life of the partition is over.
         """
+        queue = self._queue
         for settlement in settlements:
-            if len(self._queue) >= self._limits.queue_rows:
+            if len(queue) >= self._limits.queue_rows:
+                self._work.set()
                 self._room.clear()
                 await self._room.wait()
             self._check_live()
             self._sequence += 1
-            heapq.heappush(self._queue, (settlement.deadline_ms, self._sequence, settlement))
+            heapq.heappush(queue, (settlement.deadline_ms, self._sequence, settlement))
             self._queued_bytes += settlement.size_bytes
-            if len(self._queue) == 1 or self._chunk_is_full():
-                self._work.set()
+        if queue:
+            self._work.set()
 
     @property
     def queued_rows(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import NamedTuple, cast
 
+from batchferry.domain.envelope import Original, quote_original
 from batchferry.domain.offsets import OffsetSet
 from batchferry.domain.requests import BadRecord, Request, RequestRules, parse_request
 from batchferry.domain.times import to_ms
@@ -113,11 +114,12 @@ class RowSource:
                 lines.append((record.offset, line, request.tokens))
             yield lines
 
-    async def originals(self, partition: int, offsets: OffsetSet) -> Mapping[int, bytes]:
-        """The raw values of these input records, for a bounded number of failures; what is lost is absent."""
-        values: dict[int, bytes] = {}
+    async def originals(self, partition: int, offsets: OffsetSet) -> Mapping[int, Original]:
+        """The values of these input records as failures quote them: bounded, each. What is lost is absent."""
+        quotes: dict[int, Original] = {}
         async for records in self.read(partition, offsets):
             for record in records:
-                if record.value is not None:
-                    values[record.offset] = record.value
-        return values
+                quote = quote_original(record.value)
+                if quote is not None:
+                    quotes[record.offset] = quote
+        return quotes

@@ -18,7 +18,6 @@ from batchferry import __version__
 from batchferry.config import Settings
 from batchferry.domain import machine as m
 from batchferry.domain.batchkey import BatchKey
-from batchferry.domain.control import CancelWish
 from batchferry.domain.errors import (
     KafkaUnavailable,
     LedgerDamaged,
@@ -26,7 +25,7 @@ from batchferry.domain.errors import (
     PartitionLost,
     StoreUnavailable,
 )
-from batchferry.domain.ids import BatchId
+from batchferry.domain.ids import BatchId, LotId
 from batchferry.domain.ledger import Claim, Lane, Lot, LotState
 from batchferry.domain.offsets import OffsetSet
 from batchferry.domain.requests import RequestRules
@@ -52,6 +51,8 @@ RESTORE_PAUSE_S = 1.0
 RESTORE_PAUSE_MAX_S = 30.0
 CONFIRM_TIMEOUT_S = 15.0
 HOUSEKEEPING_S = 1.0
+CONTROL_LOOK_S = 1.0
+"""Real seconds after which standing control records are held against the batches again."""
 STUB_SWEEP_S = 3600.0
 READ_COMMIT_S = 10.0
 POLL_SILENCE_S = 60.0
@@ -396,11 +397,21 @@ class Supervisor:
             return  # the next life has begun, and began by dropping what this one left
         with contextlib.suppress(StoreUnavailable):
             await self._store.drop_partition(partition)
-        if partition not in self.consumer.assignment() or partition in self._tasks:
-            return
-        if await self.consumer.confirms_assignment(partition, CONFIRM_TIMEOUT_S):
+        while self._is_ours_to_restore(partition):
             self._unowned_since.setdefault(partition, asyncio.get_running_loop().time())
-            self._begin_restore(partition, RESTORE_PAUSE_S)
+            if await self.consumer.confirms_assignment(partition, CONFIRM_TIMEOUT_S):
+                self._begin_restore(partition, RESTORE_PAUSE_S)
+                return
+            # Not certain now (no broker, a rebalance). A group that survived an outage tells us nothing new.
+            await asyncio.sleep(self.settings.kafka.session_timeout_s)
+
+    def _is_ours_to_restore(self, partition: int) -> bool:
+        return (
+            self.state is RunState.RUNNING
+            and partition in self.consumer.assignment()
+            and partition not in self._tasks
+            and partition not in self._restores
+        )
 
     def _on_settled(self, partition: int, offsets: OffsetSet) -> None:
         self._settled.setdefault(partition, OffsetSet()).update(offsets)
@@ -556,10 +567,21 @@ class Supervisor:
     def _actor_done(self, batch_id: BatchId, task: asyncio.Task[None]) -> None:
         if self._actor_tasks.get(batch_id) is task:
             del self._actor_tasks[batch_id]
-            self._actors.pop(batch_id, None)
+            actor = self._actors.pop(batch_id, None)
             self._contexts.pop(batch_id, None)
             self._scheduler.forget(batch_id)
+            if actor is not None and actor.batch.state is not m.BatchState.QUARANTINED:
+                self._resume_left_behind(batch_id)
         self._side_done(task)
+
+    def _resume_left_behind(self, batch_id: BatchId) -> None:
+        """A partition may have come, with its lot, while the batch's actor was ending and heard no more of it."""
+        if self.state is not RunState.RUNNING:
+            return
+        for task in self._tasks.values():
+            lot = task.ledger.lots.get(LotId(batch_id))
+            if task.is_live and lot is not None and (lot.is_at_provider or lot.state is LotState.DONE):
+                self._resume_batch(lot)
 
     async def _batch_changed(self, before: m.Batch, after: m.Batch, _event: m.Event) -> None:
         self._telemetry.event(
@@ -652,19 +674,18 @@ class Supervisor:
             self._loop_lag_s = loop.time() - before - 0.5
 
     async def _follow_control(self) -> None:
-        done: dict[BatchId, CancelWish] = {}
-        flushed: dict[str, object] = {}
+        """Do what standing records ask for. They are states: a wish may be older than the batch's actor or rows."""
         while True:
-            await self.fleet.changed.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CONTROL_LOOK_S):
+                    await self.fleet.changed.wait()
             self.fleet.changed.clear()
             for digest, flush in list(self.fleet.control.flushes.items()):
-                if flushed.get(digest) != flush:
-                    flushed[digest] = flush
-                    await self.intake.flush(None if digest == "all" else digest)
-            for batch_id, wish in list(self.fleet.control.cancels.items()):
-                if done.get(batch_id) != wish:
-                    done[batch_id] = wish
-                    self.post(batch_id, m.CancelWanted("operator"))
+                await self.intake.flush(None if digest == "all" else digest, flush.before)
+            for batch_id in list(self.fleet.control.cancels):
+                actor = self._actors.get(batch_id)
+                if actor is not None and actor.batch.state in m.IN_FLIGHT - {m.BatchState.CANCELLING}:
+                    actor.post(m.CancelWanted("operator"))
 
     # -------------------------------------------------------------------------------------------- health
 

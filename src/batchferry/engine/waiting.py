@@ -7,12 +7,13 @@ fresh rows early. Bodies are read again from the input topic; what the log has l
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 
 from batchferry.domain.accumulator import SealReason
 from batchferry.domain.batchkey import BatchKey
 from batchferry.domain.errors import KafkaUnavailable, PartitionLost, StoreUnavailable
-from batchferry.domain.ids import new_batch_id
+from batchferry.domain.ids import BatchId, new_batch_id
 from batchferry.domain.ledger import Lot
 from batchferry.domain.offsets import OffsetSet
 from batchferry.domain.retry import carry_attempts
@@ -87,13 +88,19 @@ class WaitingRows:
             size_bytes += lot.own_bytes
         for task, lot in chosen:
             task.packed_lots.add(lot.lot_id)
+        batch_id = new_batch_id(self._clock.now().timestamp())
+        spool_key = key._replace(slice=f"{key.slice}\x00{batch_id}")  # a segment of its own
+        refs: list[SpoolRef] = []
         try:
-            sealed = await self._spool(key, chosen)
-        except (KafkaUnavailable, StoreUnavailable) as error:
-            self._telemetry.event("rows_not_repacked", reason=type(error).__name__)
-            self._unpack(chosen)
-            return
-        except PartitionLost:
+            sealed = await self._spool(key, spool_key, batch_id, chosen, refs)
+        except (KafkaUnavailable, StoreUnavailable, PartitionLost) as error:
+            if not isinstance(error, PartitionLost):
+                self._telemetry.event("rows_not_repacked", reason=type(error).__name__)
+            for partition in {task.partition for task, _ in chosen}:  # the next try spools under another name
+                with contextlib.suppress(StoreUnavailable):
+                    half = await self._store.close_segment(spool_key, partition)
+                    refs += [] if half is None else [half]
+            self._store.delete_segments(refs)
             self._unpack(chosen)
             return
         if sealed is None:
@@ -105,15 +112,19 @@ class WaitingRows:
         for task, lot in chosen:
             task.packed_lots.discard(lot.lot_id)
 
-    async def _spool(self, key: BatchKey, chosen: list[tuple[PartitionTask, Lot]]) -> SealedBatch | None:
+    async def _spool(
+        self,
+        key: BatchKey,
+        spool_key: BatchKey,
+        batch_id: BatchId,
+        chosen: list[tuple[PartitionTask, Lot]],
+        refs: list[SpoolRef],
+    ) -> SealedBatch | None:
         now = self._clock.now()
-        batch_id = new_batch_id(now.timestamp())
-        spool_key = key._replace(slice=f"{key.slice}\x00{batch_id}")  # a segment of its own
         by_task: dict[int, tuple[PartitionTask, list[Lot]]] = {}
         for task, lot in chosen:
             by_task.setdefault(task.partition, (task, []))[1].append(lot)
         parts: dict[int, SealedPart] = {}
-        refs: list[SpoolRef] = []
         for partition, (task, lots) in sorted(by_task.items()):
             wanted = OffsetSet()
             for lot in lots:

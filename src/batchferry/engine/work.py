@@ -392,6 +392,8 @@ class BatchWork:
             return m.ResultsUnavailable(CallFailed("disk", CallFailure.UNAVAILABLE, retry_after_s=STORE_PAUSE_S))
         if isinstance(event, m.ResultsIncomplete) and not self.own_lots(batch.batch_id):
             return m.ResultsRead()  # the last partition of ours has moved on, or is DONE
+        if isinstance(event, m.ResultsRead) and self.own_lots(batch.batch_id):
+            return m.ResultsIncomplete("lot_gained")  # it came while the files were read
         return event
 
     async def _clean_up(self, batch: m.Batch, provider: BatchProvider) -> m.Event:
@@ -405,6 +407,8 @@ class BatchWork:
         open_lots = {p: pair for p, pair in mine.items() if pair[1].state is not LotState.CLEAN}
         if not open_lots:
             return m.CleanedUp()
+        if any(lot.is_at_provider for _, lot in open_lots.values()):
+            return m.LotGained()  # it came while the files were read, so nobody has looked for its rows
         if any(lot.state is not LotState.DONE for _, lot in open_lots.values()):
             return m.CleanUpWaits()
         leader_partition = min(batch.partitions)

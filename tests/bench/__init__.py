@@ -1,0 +1,1 @@
+"""Measurements, never tests: ratios of ours against the raw client loop, taken in one run on one machine."""

@@ -1,0 +1,135 @@
+"""Prices agree with worked figures, and a price that is not known is never a number."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from decimal import Decimal
+
+import pytest
+from genai_prices import Usage as TheirUsage
+from genai_prices import calc_price
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchferry.domain.money import PICODOLLARS, PriceBasis, format_usd, price_row, to_microdollars, warm_up
+from batchferry.domain.provider import Usage
+
+WHEN = datetime(2026, 11, 15, tzinfo=UTC)
+ROW = Usage(input_tokens=1000, output_tokens=500)
+
+
+@pytest.mark.parametrize(
+    ("provider", "model", "standard", "batch", "basis"),
+    [
+        ("openai", "gpt-5-mini", "0.00125", "0.000625", "published"),
+        ("openai", "gpt-4o-mini", "0.00045", "0.000225", "published"),
+        ("openai", "gpt-4o-mini-2024-07-18", "0.00045", "0.000225", "published"),
+        ("anthropic", "claude-sonnet-4-5", "0.0105", "0.00525", "published"),
+        ("anthropic", "claude-haiku-4-5", "0.0035", "0.00175", "published"),
+        ("google", "gemini-2.5-flash", "0.00155", "0.000775", "published"),
+        ("gemini", "gemini-2.5-flash", "0.00155", "0.000775", "published"),
+        ("mistral", "mistral-small-latest", "0.00045", "0.000225", "published"),
+        ("openai", "text-embedding-3-small", "0.00002", "0.00001", "assumed_discount"),
+        ("azure", "gpt-4o-mini", "0.00045", "0.000225", "assumed_discount"),
+        ("openai", "gpt-3.5-turbo-1106", "0.002", "0.002", "published"),
+        ("openai", "omni-moderation-latest", "0", "0", "published"),
+    ],
+)
+def test_money_worked_figures(provider: str, model: str, standard: str, batch: str, basis: str):
+    """1,000 input and 500 output tokens cost what they should, in a batch and outside."""
+    price = price_row(provider, model, ROW, WHEN, batch=True)
+    assert price is not None
+    assert (price.usd, price.list_usd, price.basis.value) == (batch, standard, basis)
+    outside = price_row(provider, model, ROW, WHEN, batch=False)
+    assert outside is not None
+    assert (outside.usd, outside.list_usd, outside.basis) == (standard, standard, PriceBasis.LIST)
+
+
+@pytest.mark.parametrize(
+    ("provider", "model"),
+    [
+        ("openai", "no-such-model"),
+        ("openai", ""),
+        ("", "gpt-4o-mini"),
+        ("vllm", "gpt-4o-mini"),
+        ("openai", "my-gpt-4o"),
+    ],
+)
+def test_money_unknown_is_none(provider: str, model: str):
+    """A model or provider that the data does not know has no price, in a batch or outside."""
+    assert price_row(provider, model, ROW, WHEN, batch=True) is None
+    assert price_row(provider, model, ROW, WHEN, batch=False) is None
+
+
+def test_money_no_batch_price_no_assumption():
+    """Where half price may not be assumed, a model without a batch price is unknown in a batch only."""
+    assert price_row("openai", "text-embedding-3-small", ROW, WHEN, batch=True, assume_discount=False) is None
+    assert price_row("openai", "text-embedding-3-small", ROW, WHEN, batch=False) is not None
+    assert price_row("deepseek", "deepseek-chat", ROW, WHEN, batch=True) is None
+
+
+def test_money_before_the_batch_price_starts():
+    """Before the data's batch prices begin the price is half the list price and says so, never silently full."""
+    price = price_row("openai", "gpt-4o-mini", ROW, datetime(2026, 6, 1, tzinfo=UTC), batch=True)
+    assert price is not None
+    assert (price.usd, price.basis) == ("0.000225", PriceBasis.ASSUMED_DISCOUNT)
+
+
+def test_money_tiers_by_row():
+    """A long call is dearer from its first token on; two short calls are not one long call."""
+    short = price_row("openai", "gpt-6-luna", Usage(200_000, 10), WHEN, batch=True)
+    long = price_row("openai", "gpt-6-luna", Usage(400_000, 20), WHEN, batch=True)
+    assert short is not None
+    assert long is not None
+    assert long.picodollars > 1.5 * 2 * short.picodollars
+
+
+def test_money_time_of_day():
+    """A model whose price depends on the hour is priced by the hour."""
+    day = price_row("deepseek", "deepseek-chat", ROW, datetime(2025, 6, 1, 12, tzinfo=UTC), batch=False)
+    night = price_row("deepseek", "deepseek-chat", ROW, datetime(2025, 6, 1, 20, tzinfo=UTC), batch=False)
+    assert day is not None
+    assert night is not None
+    assert day.picodollars != night.picodollars
+
+
+@pytest.mark.parametrize("usage", [Usage(10, 1, 11), Usage(10, -1), Usage(-1, 0)])
+def test_money_impossible_usage(usage: Usage):
+    """Usage that cannot be is not priced."""
+    assert price_row("openai", "gpt-4o-mini", usage, WHEN, batch=True) is None
+
+
+@given(
+    model=st.sampled_from(["gpt-4o-mini", "gpt-5-mini", "gpt-6-luna", "o4-mini"]),
+    total=st.integers(0, 600_000),
+    part=st.floats(0, 1),
+    output=st.integers(0, 100_000),
+)
+@settings(max_examples=60, deadline=None)
+def test_money_same_as_the_library(model: str, total: int, part: float, output: int):
+    """What is learned once and multiplied equals the library's own answer for the row, to the last digit."""
+    cached = int(total * part)
+    price = price_row("openai", model, Usage(total, output, cached), WHEN, batch=True)
+    theirs = calc_price(
+        TheirUsage(input_tokens=total, cache_read_tokens=cached, output_tokens=output),
+        model,
+        provider_id="openai",
+        genai_request_timestamp=WHEN,
+        price_context={"processing": "batch"},
+    )
+    assert price is not None
+    assert Decimal(price.picodollars) == theirs.total_price * PICODOLLARS
+    assert Decimal(price.usd) == theirs.total_price
+
+
+def test_money_formats():
+    """Amounts are exact plain decimals; sums are rounded to microdollars only at the end."""
+    assert [format_usd(n) for n in (0, 1, 10**12, 1_500_000_000_000, 20_000)] == [
+        "0",
+        "0.000000000001",
+        "1",
+        "1.5",
+        "0.00000002",
+    ]
+    assert to_microdollars(sum([20_000] * 100)) == 2
+    warm_up()
