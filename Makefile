@@ -50,6 +50,10 @@ bench: $(STAMP) broker ## ratios against raw client loops, and peak memory
 bench-big: $(STAMP) broker ## a 50,000-row, 150 MB batch through produce, run and results, with the service's peak memory
 	cd tests && ../$(BIN)/python -m bench big
 
+.PHONY: docs
+docs: $(STAMP) ## write the generated parts of the README anew
+	cd tests && ../$(BIN)/python -m acceptance.readme_blocks
+
 .PHONY: lock
 lock: ## resolve the locked package versions anew
 	test -x $(BIN)/uv || ($(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet "uv==$(UV_VERSION)")
