@@ -415,6 +415,7 @@ class Pier:
                     "base_url": self.simulator.base_url,
                     "api_key": DEFAULT_KEY,
                     "poll": {"first_s": 300, "floor_s": 120, "max_s": 900},
+                    "max_concurrent_calls": 64,
                 }
             },
             "routes": self._routes,
@@ -422,7 +423,7 @@ class Pier:
             "limits": {
                 "settle_max_delay_s": 0.2,
                 "missing_confirm_s": 600,
-                "missing_grace_s": 3 * HOUR_S,
+                "missing_grace_s": 8 * HOUR_S,
                 "file_reuse_s": HOUR_S,
                 "max_uploads": 8,
                 "max_downloads": 8,

@@ -33,10 +33,10 @@ from replica_process import serve
 from batchferry.domain.ledger import LotState
 from batchferry.domain.partition import PartitionLedger
 from batchferry.kafka import AioKafka
-from batchferry.ports import LogTail, OutRecord, Record
+from batchferry.ports import LogReader, LogTail, OutRecord, Record
 from batchferry.simulator import DEFAULT_KEY, ClockSettings, FaultRule, Scenario, Simulator, SimulatorSettings
 from batchferry.simulator.settings import DEFAULT_PROJECT
-from broker.kit import committed, made_topic, whole
+from broker.kit import committed, made_topic
 from broker.real import free_port
 
 SPEED = 3600.0
@@ -207,6 +207,7 @@ class Rig:
             )
         )
         self._tail: LogTail | None = None
+        self._reader: LogReader | None = None
         self._reading: asyncio.Task[None] | None = None
         self._stack = AsyncExitStack()
 
@@ -231,8 +232,9 @@ class Rig:
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.wait([self._reading])
-        if self._tail is not None:
-            await self._tail.stop()
+        for client in (self._tail, self._reader):
+            if client is not None:
+                await client.stop()
         await self._stack.aclose()
 
     @property
@@ -362,7 +364,9 @@ class Rig:
                 source = json.loads(record.value or b"{}")["source"]
                 self.outcomes[source["partition"], source["offset"]].append(record)
 
-    async def until(self, condition: Callable[[], object], what: str, limit_s: float = 30.0) -> None:
+    async def until(
+        self, condition: Callable[[], object], what: str, limit_s: float = 30.0, pause_s: float = 0.02
+    ) -> None:
         """Poll for a fact; fails with its name and the replicas' logs."""
         deadline = time.monotonic() + limit_s
         while True:
@@ -373,7 +377,7 @@ class Rig:
                 return
             if time.monotonic() > deadline or any(replica.has_ended for replica in self.replicas):
                 pytest.fail(f"{what} did not come about within {limit_s:g} s\n{self.logs()}")
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(pause_s)
 
     def logs(self) -> str:
         """The end of every replica's log."""
@@ -381,12 +385,16 @@ class Rig:
 
     async def ledgers(self) -> dict[int, PartitionLedger]:
         """Every ledger partition, read to its end."""
+        if self._reader is None:
+            self._reader = self.kafka.reader()
+            await self._reader.start()
         found = {}
         for partition in range(PARTITIONS):
             ledger = found[partition] = PartitionLedger(partition)
-            for record in await whole(self.kafka, self.ledger, partition):
-                if record.key is not None:
-                    ledger.replay(record.key, record.value)
+            async for records in self._reader.read_to_end(self.ledger, partition):
+                for record in records:
+                    if record.key is not None:
+                        ledger.replay(record.key, record.value)
         return found
 
     async def settle_the_books(self, *, runs: Callable[[Row], int] = lambda _: 1, orphan_files: int = 0) -> None:
@@ -397,7 +405,7 @@ class Rig:
         """
         wanted = {(row.partition, row.offset) for row in self.rows}
         await self.until(lambda: wanted <= self.outcomes.keys(), "an outcome for every request", 40)
-        await self.until(self._all_clean, "the end of every lot", 30)
+        await self.until(self._all_clean, "the end of every lot", 40, 0.2)
         assert self._tail is not None
         await self.until(self._tail.caught_up, "the end of the outputs")
         seen = {where: len(records) for where, records in self.outcomes.items()}

@@ -71,15 +71,14 @@ async def takes_in(rig: Rig, replica: Replica, rows: int) -> None:
 # ----------------------------------------------------------------------------------------------- kill -9
 
 
-@BOTH_FOLDERS
-async def test_killed_while_rows_accumulate(make_rig: MakeRig, folder_is: str) -> None:
+async def test_killed_while_rows_accumulate(make_rig: MakeRig) -> None:
     """Rows that were only in memory and in the spool are read again, once."""
     rig = await make_rig()
     one = rig.replica()
     await rig.produce(20)
     one.go()
     await takes_in(rig, one, 20)
-    await crash_and_start(one, folder_is)
+    await crash_and_start(one, "empty")
     await takes_in(rig, one, 20)
     await rig.produce(ROWS - 20)
     await rig.settle_the_books()
@@ -115,15 +114,14 @@ async def test_killed_between_intent_and_create(make_rig: MakeRig, late_create: 
     if late_create == "arrives before the look-up":
         await rig.release("create")
     elif late_create == "arrives after the fence":
-        await rig.until(lambda: rig.calls("delete"), "the deletion of the input file")
+        await rig.until(lambda: not rig.provider_files(), "the deletion of the input file")
         await rig.release("create")
     await rig.settle_the_books()
     assert rig.provider_batches() == 1
     assert bool(one.told("batch_adopted")) == (late_create == "arrives before the look-up")
 
 
-@BOTH_FOLDERS
-async def test_killed_after_create_before_the_id_is_recorded(make_rig: MakeRig, folder_is: str) -> None:
+async def test_killed_after_create_before_the_id_is_recorded(make_rig: MakeRig) -> None:
     """The provider has the batch and nobody wrote it down: it is found in the list and adopted, not made again."""
     rig = await make_rig()
     rig.put(call="create", kind="gate", gate="created", nth=1, after_work=True)
@@ -131,7 +129,7 @@ async def test_killed_after_create_before_the_id_is_recorded(make_rig: MakeRig, 
     await rig.produce(ROWS)
     one.go()
     await rig.reached("created")
-    await crash_and_start(one, folder_is)
+    await crash_and_start(one)
     await rig.settle_the_books()
     assert rig.provider_batches() == 1
     assert one.told("batch_adopted")
@@ -140,7 +138,7 @@ async def test_killed_after_create_before_the_id_is_recorded(make_rig: MakeRig, 
 @BOTH_FOLDERS
 async def test_killed_in_the_middle_of_landing(make_rig: MakeRig, folder_is: str) -> None:
     """Some outcomes are published, others are not: the result files are read again and only the rest is published."""
-    rows = 1500
+    rows = 600
     rig = await make_rig(max_rows=rows, settle_chunk_rows=5, settle_queue_rows=50)
     one = rig.replica()
     await rig.produce(rows)
@@ -200,7 +198,7 @@ async def test_partition_moves_and_create_comes_too_late(make_rig: MakeRig) -> N
     one.go()
     await rig.reached("create")
     two.go()
-    await rig.until(lambda: rig.calls("delete"), "the deletion of the input file")
+    await rig.until(lambda: not rig.provider_files(), "the deletion of the input file")
     await rig.release("create")
     await rig.settle_the_books()
 
@@ -270,13 +268,14 @@ async def test_stopped_in_every_phase(make_rig: MakeRig) -> None:
     rig.put(call="create", kind="gate", gate="create", nth=1, after_work=True)
     rig.put(call="retrieve", kind="gate", gate="poll", nth=1)
     rig.put(call="content", kind="gate", gate="content", nth=1)
+    rig.put(call="delete", kind="gate", gate="delete", nth=1, after_work=True)
     one = rig.replica()
     await rig.produce(20)
     one.go()
     await takes_in(rig, one, 20)
     assert await one.terminate() == 0
     await rig.produce(ROWS - 20)
-    for gate in ("upload", "create", "poll", "content"):
+    for gate in ("upload", "create", "poll", "content", "delete"):
         one.go()
         await rig.reached(gate)
         assert await one.terminate() == 0, f"at {gate}\n{one.tail_of_log()}"
@@ -290,7 +289,7 @@ async def test_stopped_in_every_phase(make_rig: MakeRig) -> None:
 
 async def test_broker_killed_and_started_again(own_broker: RealBroker, tmp_path: Path) -> None:
     """The broker dies while a batch lands and comes back on its data: the replica goes on by itself."""
-    rows = 900
+    rows = 450
     async with AsyncExitStack() as stack:
         kafka = AioKafka(patient_settings(own_broker.bootstrap))
         stack.push_async_callback(kafka.aclose)
@@ -310,7 +309,7 @@ async def test_broker_killed_and_started_again(own_broker: RealBroker, tmp_path:
 
 async def test_frozen_replica_wakes_up_as_a_zombie(make_rig: MakeRig) -> None:
     """Frozen in the middle of landing, taken over, thawed: its producer is fenced and nothing is doubled."""
-    rows = 900
+    rows = 450
     rig = await make_rig(max_rows=rows // PARTITIONS, settle_chunk_rows=5, settle_queue_rows=50)
     one, two = rig.replica("one"), rig.replica("two")
     await rig.produce(rows)
@@ -327,3 +326,21 @@ async def test_frozen_replica_wakes_up_as_a_zombie(make_rig: MakeRig) -> None:
     await rig.until(one.owned, "the thawed replica owning something again")
     await rig.produce(rows)
     await rig.settle_the_books()
+
+
+async def test_frozen_replica_wakes_up_with_its_create_on_the_way(make_rig: MakeRig) -> None:
+    """Its batch was fenced at the provider and its rows were sent anew: the zombie's own create comes to nothing."""
+    rig = await make_rig()
+    rig.put(call="create", kind="gate", gate="create", nth=1)
+    one, two = rig.replica("one"), rig.replica("two")
+    await rig.produce(ROWS)
+    one.go()
+    await rig.reached("create")
+    one.freeze()
+    two.go()
+    await rig.until(lambda: two.told("batch_dissolved"), "the successor giving the lost create up")
+    one.thaw()
+    await rig.release("create")
+    await rig.settle_the_books()
+    assert rig.provider_batches() == 1
+    await rig.until(lambda: len(one.told("partition_lost")) == PARTITIONS, "the zombie noticing")

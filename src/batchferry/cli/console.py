@@ -77,6 +77,13 @@ def rows(into: Table, lines: Iterable[Sequence[object]]) -> Table:
     return into
 
 
+def facts(lines: Iterable[Sequence[object]]) -> Table:
+    """Names and what stands behind them, without a head."""
+    made = table("", "")
+    made.show_header = False
+    return rows(made, lines)
+
+
 def print_json(value: object, *, indent: bool = True) -> None:
     """One JSON document on standard output."""
     option = orjson.OPT_UTC_Z | orjson.OPT_NON_STR_KEYS | (orjson.OPT_INDENT_2 if indent else 0)

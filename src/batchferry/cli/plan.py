@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from batchferry.cli.console import count, length, money, out, print_json, rows, size, table, wants_json
+from batchferry.cli.console import count, facts, length, money, out, print_json, size, wants_json
 from batchferry.cli.options import ConfigOption, JsonOption, load
 from batchferry.domain.money import price_row
 from batchferry.domain.provider import Usage
@@ -190,7 +190,7 @@ class _Route:
         console.print(f"\n[bold]route {self.route.name}[/] (account {self.route.account}, {self.route.endpoint})")
         line_bytes = load.row_bytes + LINE_OVERHEAD_BYTES
         shorter = wait.max_wait_s < wait.formula_wait_s
-        facts = [
+        told = [
             ("a record waits at most", wait.sum_text),
             *([("", f"shortened by max_wait_s to {length(wait.max_wait_s)}")] if shorter else []),
             (
@@ -240,9 +240,7 @@ class _Route:
                 ),
             ),
         ]
-        shown = table("", "")
-        shown.show_header = False
-        console.print(rows(shown, facts))
+        console.print(facts(told))
         for remark in self.remarks():
             console.print(f"note: {remark}", markup=False)
 

@@ -17,9 +17,10 @@ import orjson
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from batchferry.cli.console import complain, count, err, fail, out, print_json, rows, size, table, wants_json
+from batchferry.cli.console import complain, count, err, facts, fail, out, print_json, size, wants_json
+from batchferry.cli.errors import TopicMissing
 from batchferry.cli.exits import Exit
-from batchferry.cli.lines import Line, LineReader
+from batchferry.cli.lines import READ_BYTES, Line, LineReader
 from batchferry.cli.options import ConfigOption, JsonOption, load
 from batchferry.domain.errors import KafkaUnavailable
 from batchferry.domain.requests import BadRecord, RequestRules, parse_request
@@ -101,6 +102,7 @@ def produce(
     headers = _headers(sla, deadline, slice_, header or [])
     at_ms = _instant_ms(timestamps)
     settings = load(config, keys_needed=False)
+    _look_at(file)
     from batchferry import app  # noqa: PLC0415 - see run
 
     clock = app.build_clock(settings)
@@ -127,7 +129,7 @@ def produce(
     asyncio.run(work())
     _report(tally, target, time.monotonic() - began, show_json=wants_json(as_json))
     if tally.refused:
-        complain(f"{count(tally.refused)} lines were not sent:", *tally.told())
+        complain(f"{count(tally.refused)} line{'' if tally.refused == 1 else 's'} not sent:", *tally.told())
         raise typer.Exit(Exit.LINES_REFUSED)
 
 
@@ -211,7 +213,7 @@ async def _ready_topic(kafka: KafkaPort, settings: Settings, topic: str) -> int:
         found = (await admin.describe([topic]))[topic]
         if found is None:
             if not settings.topics.create or topic != settings.topics.requests:
-                raise KafkaUnavailable(f"topic {topic} does not exist; create it, or correct topics.requests")
+                raise TopicMissing(f"topic {topic} does not exist; create it, or correct topics.requests")
             await admin.create(topic, settings.topics.partitions, {})
             complain(f"made topic {topic} with {settings.topics.partitions} partitions")
             found = (await admin.describe([topic]))[topic]
@@ -247,10 +249,17 @@ async def _blocks(reader: LineReader, from_line: int) -> Any:
     while (lines := await asyncio.to_thread(next, blocks, None)) is not None:
         if is_first:
             is_first = False
-            _mind_the_mark(reader.first)
+            _mind_the_mark(reader.first)  # of a pipe it can only be known now
         wanted = lines if lines[0].number >= from_line else [line for line in lines if line.number >= from_line]
         if wanted:
             yield wanted
+
+
+def _look_at(file: str) -> None:
+    """Leave at once, before the cluster is asked for anything, when the file cannot be read."""
+    if file != STDIN:
+        with _opened(file, READ_BYTES) as (reader, _):
+            next(reader.blocks(), None)
 
 
 def _mind_the_mark(first: bytes) -> None:
@@ -317,7 +326,7 @@ def _report(tally: _Tally, topic: str, took_s: float, *, show_json: bool) -> Non
         ("lines not sent", count(tally.refused)),
         ("took", f"{took_s:.1f} s"),
     ]
-    out().print(rows(table("", "", right=()), lines))
+    out().print(facts(lines))
 
 
 # ------------------------------------------------------------------------------------------------- the flags

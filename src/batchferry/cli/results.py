@@ -11,8 +11,8 @@ import typer
 from rich.text import Text
 
 from batchferry.cli.console import count, err, json_line, out, print_line, safe, wants_json
+from batchferry.cli.errors import TopicMissing
 from batchferry.cli.options import ConfigOption, JsonOption, load
-from batchferry.domain.errors import KafkaUnavailable
 
 if TYPE_CHECKING:
     from batchferry.ports import KafkaPort, LogReader, Record
@@ -122,7 +122,7 @@ async def _partitions(kafka: KafkaPort, topics: Sequence[str]) -> Mapping[str, i
         await admin.close()
     missing = [topic for topic, description in found.items() if description is None]
     if missing:
-        raise KafkaUnavailable(
+        raise TopicMissing(
             f"topic {', '.join(missing)} does not exist; 'batchferry run' makes it, or correct the topics settings"
         )
     return {topic: description.partitions for topic, description in found.items() if description is not None}

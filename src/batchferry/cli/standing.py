@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from batchferry.cli.errors import TopicMissing
 from batchferry.domain import control
-from batchferry.domain.errors import KafkaUnavailable, LedgerTooNew
+from batchferry.domain.errors import LedgerTooNew
 from batchferry.domain.ledger import Lot, LotState
 from batchferry.domain.partition import PartitionLedger
 
@@ -153,7 +154,8 @@ async def read_standing(kafka: KafkaPort, settings: Settings, now: datetime) -> 
     """Read ledgers, control topic and committed offsets.
 
     Raises:
-        KafkaUnavailable: no broker, or the input topic does not exist.
+        KafkaUnavailable: no broker answered.
+        TopicMissing: the input topic does not exist.
     """
     topics = settings.topics
     admin = await kafka.admin()
@@ -162,9 +164,7 @@ async def read_standing(kafka: KafkaPort, settings: Settings, now: datetime) -> 
         found = await admin.describe([topics.requests, topics.ledger_topic, topics.control_topic])
         requests = found[topics.requests]
         if requests is None:
-            raise KafkaUnavailable(
-                f"topic {topics.requests} does not exist; correct topics.requests, or produce into it"
-            )
+            raise TopicMissing(f"topic {topics.requests} does not exist; correct topics.requests, or produce into it")
         committed = await _committed(admin, topics.group, topics.requests)
         read = await _committed(admin, f"{topics.group}.read", topics.requests)
         await reader.start()

@@ -14,6 +14,7 @@ import typer
 from batchferry.cli.console import (
     count,
     counts_text,
+    facts,
     fail,
     instant,
     length,
@@ -172,24 +173,26 @@ def _show_batches(found: list[BatchStanding], title: str | None) -> None:
     if not found:
         out().print("no batches")
         return
+    right = ("rows", "unsettled")
     shown = table(
-        "batch", "state", "rows", "unsettled", "key", "sealed", "reason", "provider batch", "lines",
-        title=title, right=("rows", "unsettled"),
-    )  # fmt: skip
-    for batch in found:
-        lot = batch.any_lot
-        shown.add_row(
-            batch.batch_id,
-            batch.state.value,
-            count(lot.rows),
-            count(batch.unsettled),
-            lot.key.label,
-            instant(lot.created_at),
-            lot.seal_reason,
-            "\n".join(batch.provider_ids) or "-",
-            counts_text(batch.classes) or "-",
-        )
-    out().print(shown)
+        "batch", "state", "rows", "unsettled", "model", "sealed", "provider batch", "lines", title=title, right=right
+    )
+    shown.columns[0].no_wrap = True
+    out().print(rows(shown, map(_batch_row, found)))
+
+
+def _batch_row(batch: BatchStanding) -> tuple[object, ...]:
+    lot = batch.any_lot
+    return (
+        batch.batch_id,
+        batch.state.value,
+        count(lot.rows),
+        count(batch.unsettled),
+        lot.key.model + (f" [{lot.key.slice}]" if lot.key.slice else ""),
+        f"{lot.created_at:%m-%d %H:%M} {lot.seal_reason}",
+        ", ".join(batch.provider_ids) or "-",
+        counts_text(batch.classes) or "-",
+    )
 
 
 def _show_holds(standing: Standing) -> None:
@@ -214,7 +217,7 @@ def _show_one(batch: BatchStanding, events: list[dict[str, Any]]) -> None:
     lot = batch.any_lot
     paid, listed = batch.prices
     waited_s = None if lot.submitted_at is None else (lot.submitted_at - lot.created_at).total_seconds()
-    facts = [
+    told = [
         ("batch", batch.batch_id),
         ("state", batch.state.value),
         ("key", lot.key.label),
@@ -226,7 +229,7 @@ def _show_one(batch: BatchStanding, events: list[dict[str, Any]]) -> None:
         ("lines", counts_text(batch.classes) or "-"),
         ("cost", f"{money(paid)} (outside a batch {money(listed)})"),
     ]
-    console.print(rows(table("", ""), facts))
+    console.print(facts(told))
     parts = table(
         "partition", "state", "rows", "submission", "lines", title="\nparts", right=("partition", "rows", "submission")
     )

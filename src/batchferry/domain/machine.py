@@ -807,7 +807,10 @@ def _read_again(batch: Batch, event: Event, now: datetime, settings: MachineSett
     since = batch.landing_since or now
     tried = replace(batch, tries=batch.tries + 1)
     pause_s = settings.landing_pause_s
-    if isinstance(event, ResultsUnavailable):
+    last_chance = now + timedelta(seconds=pause_s) >= since + timedelta(seconds=settings.missing_grace_s)
+    # A file that is not found for so long has been deleted; any other failure may end, so it is waited out.
+    is_gone = isinstance(event, ResultsUnavailable) and event.failure.kind is CallFailure.NOT_FOUND and last_chance
+    if isinstance(event, ResultsUnavailable) and not is_gone:
         pause_s = max(
             _growing(settings.poll_floor_s, settings.poll_factor, settings.poll_max_s, batch.tries),
             event.failure.retry_after_s or 0.0,
@@ -817,7 +820,6 @@ def _read_again(batch: Batch, event: Event, now: datetime, settings: MachineSett
             effects = (Hold("account", event.failure.kind.value),)
         at = now + timedelta(seconds=pause_s)
         return Transition(replace(tried, next_poll_at=at), (*effects, PollAt(at)))
-    last_chance = now + timedelta(seconds=pause_s) >= since + timedelta(seconds=settings.missing_grace_s)
     if last_chance and batch.snapshot is not None:
         return Transition(tried, (LandResults(batch.snapshot, is_last_chance=True, after_s=pause_s),))
     at = now + timedelta(seconds=pause_s)

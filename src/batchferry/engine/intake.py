@@ -11,6 +11,7 @@ that a batch is never closed between a row's place in it and the row's line.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
 from typing import cast
@@ -30,7 +31,9 @@ from batchferry.ports import BatchProvider, Clock, IndexRow, LocalStore, Record,
 
 POLL_TIMEOUT_MS = 200
 SEAL_TICK_S = 0.25
-"""Real seconds between two looks at the open batches' times; small against any real threshold."""
+"""Most real seconds between two looks at the open batches' times: a new row may be due before the others."""
+SEAL_SLACK_S = 0.01
+"""Service-clock seconds added, so that rounding does not wake us just before the time."""
 CATCHING_UP_S = 60.0
 """While a backlog streams in, a due batch may wait so long (service time) for the rest of it."""
 STORE_PAUSE_S = 2.0
@@ -240,9 +243,15 @@ class Intake:
     # --------------------------------------------------------------------------------------------- sealing
 
     async def run_sealing(self) -> None:
-        """Seal by time until cancelled."""
+        """Seal by time until cancelled: when the next batch is due, and looking again as rows come in."""
         while True:
-            await asyncio.sleep(SEAL_TICK_S)
+            next_due_ms = self.accumulator.next_due_ms()
+            wait_s = SEAL_TICK_S
+            if next_due_ms is not None:
+                wait_s = max(0.0, next_due_ms / 1000 - self._clock.now().timestamp())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SEAL_TICK_S):
+                    await self._clock.sleep(wait_s + SEAL_SLACK_S)
             await self.seal_due()
 
     async def seal_due(self) -> None:

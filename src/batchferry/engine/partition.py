@@ -480,6 +480,7 @@ class PartitionTask:
             PartitionLost: this life of the partition is over.
         """
         heirs: list[Lot] = []
+        told: list[OutRecord] = []
 
         def plan(ledger: PartitionLedger) -> list[LedgerEntry]:
             heirs.extend(waiting(ledger))
@@ -487,9 +488,12 @@ class PartitionTask:
             finished = {lot_id: tally} if tally is not None and lot is not None and lot.is_at_provider else {}
             if not heirs and not finished:
                 return []
-            return ledger.plan_settle(self._take_gaps(ledger), self._clock.now(), heirs, finished)
+            entries = ledger.plan_settle(self._take_gaps(ledger), self._clock.now(), heirs, finished)
+            if any(isinstance(entry, Lot) and entry.state is LotState.DONE for entry in entries):
+                told.extend(records)  # these state that the lot is DONE
+            return entries
 
-        await self.commit(plan, records)
+        await self.commit(plan, told)
         return heirs
 
     # -------------------------------------------------------------------------------------- housekeeping

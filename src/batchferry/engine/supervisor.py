@@ -51,6 +51,8 @@ RESTORE_PAUSE_S = 1.0
 RESTORE_PAUSE_MAX_S = 30.0
 CONFIRM_TIMEOUT_S = 15.0
 HOUSEKEEPING_S = 1.0
+CREATE_PATIENCE_S = 15.0
+"""On a stop, a create under way may take so long (real seconds)."""
 CONTROL_LOOK_S = 1.0
 """Real seconds after which standing control records are held against the batches again."""
 STUB_SWEEP_S = 3600.0
@@ -158,10 +160,11 @@ class Supervisor:
         """
         self._telemetry.event("service_started", version=__version__, incarnation=self._incarnation)
         self._side("fleet view", self.fleet.run())
-        await self._or_stop(self.fleet.ready())
+        # Joining does not wait for the fleet view: a predecessor that died in a transaction holds back its end until
+        # restoring that partition ends the transaction. What must know the whole fleet (admission) waits for itself.
+        await self._or_stop(self.consumer.start(self))
         if self._stop.is_set():
             return
-        await self.consumer.start(self)
         self.state = RunState.RUNNING
         self._side("intake", self.intake.run())
         self._side("sealing", self.intake.run_sealing())
@@ -176,13 +179,15 @@ class Supervisor:
             raise self._failure
 
     async def _or_stop(self, wanted: Coroutine[Any, Any, None]) -> None:
-        tasks = {asyncio.create_task(wanted), asyncio.create_task(self._stop.wait())}
-        _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
+        task, stopped = asyncio.create_task(wanted), asyncio.create_task(self._stop.wait())
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        for one in (task, stopped):
+            one.cancel()
+        await asyncio.gather(task, stopped, return_exceptions=True)
         if self._failure is not None:
             raise self._failure
+        if not task.cancelled():
+            task.result()
 
     def _side(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         """Start a side task; its death starts the drain rather than leaving the service half alive."""
@@ -213,6 +218,7 @@ class Supervisor:
         try:
             async with asyncio.timeout(self.settings.stop_budget_s):
                 self.intake.stop()
+                await self._wait_for_creates()
                 for task in [one for one in self._tasks.values() if one.is_live]:
                     with contextlib.suppress(PartitionLost):
                         await task.flush()
@@ -238,6 +244,15 @@ class Supervisor:
         self.state = RunState.STOPPED
         self._telemetry.event("service_stopped", drained=drained)
         return drained
+
+    async def _wait_for_creates(self) -> None:
+        """A create under way is given time for its answer: its id is worth more than a look-up after the restart."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + min(CREATE_PATIENCE_S, self.settings.stop_budget_s / 2)
+        while loop.time() < until and any(  # noqa: ASYNC110 (many actors, a bounded time, once in a life)
+            actor.batch.state is m.BatchState.SUBMITTING for actor in self._actors.values()
+        ):
+            await asyncio.sleep(0.05)
 
     # ------------------------------------------------------------------------------------------- assignment
 
@@ -738,7 +753,12 @@ class Supervisor:
             ],
             "batches": {batch_id: actor.batch.state.value for batch_id, actor in self._actors.items()},
             "holds": [
-                {"scope": hold.scope, "reason": hold.reason, "label": hold.label}
+                {
+                    "scope": hold.scope,
+                    "reason": hold.reason,
+                    "label": hold.label,
+                    "until": None if hold.until is None else hold.until.isoformat(),
+                }
                 for hold in self.fleet.control.all_standing(self._clock.now())
             ],
         }

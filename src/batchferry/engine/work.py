@@ -27,8 +27,8 @@ from batchferry.engine.scheduler import Due, PollScheduler
 from batchferry.engine.sealed import BatchFile, SealedBatch, remaining
 from batchferry.ports import BatchProvider, Clock, LocalStore, Telemetry
 
-HOLD_LOOK_S = 1.0
-"""Service-clock seconds between two looks whether a hold has ended."""
+HOLD_LOOK_S = 0.5
+"""Real seconds between two looks whether a hold has ended."""
 LEADER_PATIENCE_S = 120.0
 """After so long any owner cancels in the leader's place."""
 FENCE_AGE_S = 30.0
@@ -153,12 +153,13 @@ class BatchWork:
     async def _admit(self, context: BatchContext, batch: m.Batch) -> m.Event:
         sealed = context.sealed
         assert sealed is not None
+        await self._fleet.ready()  # holds stand there
         while True:
             if not sealed.is_whole:
                 return m.InputUnusable()
             if not self._holds.standing(batch.key) and self._in_flight() < self._limits.max_batches_in_flight:
                 return m.Admitted()
-            await self._clock.sleep(HOLD_LOOK_S)
+            await asyncio.sleep(HOLD_LOOK_S)
 
     async def _upload(self, context: BatchContext, batch: m.Batch, provider: BatchProvider) -> m.Event:
         """Twice leaves a second file at the provider, which expires by itself."""
@@ -475,6 +476,9 @@ def _plan_submitting(lot: Lot, ledger: PartitionLedger) -> list[LedgerEntry]:
 def _plan_submitted(
     lot_id: LotId, snapshot: BatchSnapshot, submitted_at: datetime, ledger: PartitionLedger
 ) -> list[LedgerEntry]:
+    lot = ledger.lots.get(lot_id)
+    if lot is None or lot.state is not LotState.SUBMITTING:
+        return []  # recorded, or even landed, while this waited for its turn
     return ledger.plan_submitted(lot_id, provider_batch_ids=(snapshot.provider_batch_id,), submitted_at=submitted_at)
 
 

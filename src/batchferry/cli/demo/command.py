@@ -17,6 +17,7 @@ from batchferry import __version__
 from batchferry.cli.console import complain, out, print_json
 from batchferry.cli.demo import books as accounts
 from batchferry.cli.demo import live, questions, report, stage
+from batchferry.cli.errors import TopicMissing
 from batchferry.cli.exits import Exit
 from batchferry.domain.errors import KafkaUnavailable
 
@@ -239,7 +240,7 @@ async def _partition_count(kafka: KafkaPort, settings: Settings) -> int:
     finally:
         await admin.close()
     if found is None:
-        raise KafkaUnavailable(f"topic {settings.topics.requests} does not exist: the demo was killed before it began")
+        raise TopicMissing("the demo was killed before it had begun; start it anew")
     return found.partitions
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from batchferry.cli.console import count, counts_text, length, money, out, rows, table
+from batchferry.cli.console import count, counts_text, facts, length, money, out, table
 
 if TYPE_CHECKING:
     from batchferry.cli.demo.books import Books
@@ -44,7 +44,7 @@ def show(books: Books, settings: Settings, took_s: float | None) -> None:
     wait = settings.wait_plan(next(iter(settings.routes.values())))
     saved = books.listed - books.paid
     share = f" ({saved / books.listed:.0%})" if books.listed else ""
-    facts: list[tuple[object, object]] = [
+    told: list[tuple[object, object]] = [
         ("records in", count(books.records)),
         ("succeeded", count(books.succeeded) + (f"  ({counts_text(books.flags)})" if books.flags else "")),
         ("failed", f"{count(books.all_failed)}  ({counts_text(books.failed)})"),
@@ -70,10 +70,8 @@ def show(books: Books, settings: Settings, took_s: float | None) -> None:
         ),
     ]
     if took_s is not None:
-        facts.append(("took", f"{took_s:.0f} s"))
-    shown = table("", "")
-    shown.show_header = False
-    console.print(rows(shown, facts))
+        told.append(("took", f"{took_s:.0f} s"))
+    console.print(facts(told))
     checked = table("", "check", "", title="\nthe books, from the topics alone (read_committed)")
     for check in books.checks():
         mark = Text("ok", style="green") if check.holds else Text("FAILED", style="bold red")

@@ -186,7 +186,7 @@ def _empty(folder: Path) -> None:
 
 def _start(folder: Path, clock: Mapping[str, Any], *, own_broker: bool) -> subprocess.Popen[bytes]:
     command = [
-        sys.executable, "-m", "batchferry.cli", "simulate", "--json", "--port", "0",
+        sys.executable, "-m", "batchferry", "simulate", "--json", "--port", "0",
         "--scenario", str(folder / "scenario.yaml"), "--faults", str(folder / "faults.yaml"),
         "--speed", str(clock["speed"]), "--origin", clock["origin"].isoformat(),
         "--started", clock["started"].isoformat(), "--data-dir", str(folder / "provider"),
@@ -251,7 +251,7 @@ def _settings(stage: Stage, clock: Mapping[str, Any], suffix: str) -> dict[str, 
                 "api_key": KEY,
                 "completion_window": "24h",
                 "timeouts": {"create_s": 10, "read_s": 20, "upload_s": 60, "download_s": 60},
-                "poll": {"first_s": "10m", "factor": 1.5, "max_s": "30m", "floor_s": "10m"},
+                "poll": {"first_s": "5m", "factor": 1.5, "max_s": "20m", "floor_s": "5m"},
                 "file_expiry_s": "30d",
             }
         },
@@ -263,7 +263,7 @@ def _settings(stage: Stage, clock: Mapping[str, Any], suffix: str) -> dict[str, 
             "submit_ttl_s": 15,
             "max_clock_skew_s": "2h",
             "missing_confirm_s": "10m",
-            "missing_grace_s": "3h",
+            "missing_grace_s": "40m",
             "lookup_pause_s": "10m",
             "window_grace_s": "1h",
         },
@@ -281,11 +281,11 @@ def _settings(stage: Stage, clock: Mapping[str, Any], suffix: str) -> dict[str, 
 
 
 SCENARIO: dict[str, Any] = {
-    # A batch of 450 rows takes about four and a half hours, a small one minutes.
+    # A batch of 450 rows takes about three hours, a small one minutes.
     "durations": {
-        "validating_s": 240,
-        "in_progress": {"factor_s": 36, "exponent": 1, "minimum_s": 600},
-        "finalizing_s": 300,
+        "validating_s": 120,
+        "in_progress": {"factor_s": 24, "exponent": 1, "minimum_s": 300},
+        "finalizing_s": 120,
         "jitter": 0.4,
     },
     # The first batch does not finish in its window: what it has done is landed, the rest travels again.
