@@ -16,7 +16,7 @@ import pytest
 from batchferry.kafka import EmbeddedBroker
 
 pytestmark = [pytest.mark.timeout(300)]
-COMMAND = [sys.executable, "-m", "batchferry.cli"]
+COMMAND = [sys.executable, "-m", "batchferry"]
 
 
 def _environment() -> dict[str, str]:

@@ -51,7 +51,7 @@ def _run(bootstrap: str, base_url: str, clock: Rehearsal, folder: Path) -> int:
                         "poll": {"first_s": 300, "floor_s": 120, "max_s": 900},
                     }
                 },
-                "routes": {"default": {"margin_s": 10_800, "max_rows": ROWS, "max_bytes": 200_000_000}},
+                "routes": {"default": {"sla_s": "90h", "margin_s": 10_800, "max_rows": ROWS, "max_bytes": 200_000_000}},
                 "clock": {
                     "speed": clock.speed,
                     "origin": clock.origin.isoformat(),

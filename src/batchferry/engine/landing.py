@@ -49,6 +49,8 @@ READ_BYTES = 1024 * 1024
 MAX_LINE_BYTES = 64 * 1024 * 1024
 """Of a longer line only the beginning is kept: it counts as unreadable, and memory stays bounded."""
 CHUNK_ROWS = 500
+MAX_LINKS = 128
+"""A span links to at most so many requests."""
 ORIGINALS_AT_ONCE = 200
 """Input records read again at one time, for the failures that quote them."""
 
@@ -64,6 +66,10 @@ class BatchTally:
     usage: dict[int, Usage] = field(default_factory=dict)
     cost: dict[int, int | None] = field(default_factory=dict)
     sync_cost: dict[int, int | None] = field(default_factory=dict)
+    keep_files: set[int] = field(default_factory=set)
+    """Partitions with an answer too large to publish: the provider's files are then kept."""
+    retried: int = 0
+    """Rows that did not succeed and travel again."""
 
     def count(self, partition: int, row_class: RowClass, rows: int = 1) -> None:
         """Add rows of a class."""
@@ -93,6 +99,7 @@ class BatchTally:
             self.usage.get(partition, Usage()),
             self.cost.get(partition),
             self.sync_cost.get(partition),
+            {"keep_files": True} if partition in self.keep_files else {},
         )
 
     def rows(self, *row_classes: RowClass) -> int:
@@ -113,6 +120,8 @@ class LandingMemory:
     absent_since: float | None = None
     """Service-clock seconds of the first complete reading that found exactly these rows absent."""
     tally: BatchTally = field(default_factory=BatchTally)
+    parents: list[bytes] = field(default_factory=list)
+    """``traceparent`` of some of the requests, for the batch's span."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,12 +205,12 @@ class Landing:
             gone = await self._source.index(partition, task.ledger.unsettled(lot.offsets))
             if gone:
                 self._telemetry.event("input_lost", partition=partition, rows=len(gone))
-        tally = memory.tally = BatchTally()
+        memory.tally = BatchTally()
         join = Reconciliation(
             {partition: lot for partition, (_, lot) in lots.items()},
             {partition: task.ledger_id for partition, (task, _) in lots.items()},
         )
-        first = _FirstPass(batch_id, effect.snapshot, lots, join, tally)
+        first = _FirstPass(batch_id, effect.snapshot, lots, join, memory)
         try:
             for number, path in enumerate(paths):
                 await self._first_pass(first, provider, number, path)
@@ -306,6 +315,11 @@ class Landing:
                 if not ledger.is_settled(offset)
             ]
             settlements = self._outcomes.results(task, lot, answered, first.snapshot, self._clock.now())
+            if any(self._outcomes.is_too_large(line) for _, line in lines):
+                first.tally.keep_files.add(partition)
+            for row, _, _ in answered:
+                if row.headers and len(first.memory.parents) < MAX_LINKS:
+                    first.memory.parents.extend(value for name, value in row.headers if name == "traceparent")
             await task.settle(settlements)
 
     # ------------------------------------------------------------------------------------------ failing rows
@@ -488,11 +502,11 @@ class Landing:
         elif not has_row_errors and BatchErrorKind.FILE_MISSING not in seen:
             # No detail that we understand: never fail all rows for it; an operator should look.
             await self._holds.place_key(key, "batch_failed_without_details")
-            self._telemetry.event("alarm", what="batch_failed_without_details", batch_id=batch_id)
+            await self._holds.alarm("batch_failed_without_details", batch_id, key)
         elif not has_row_errors:
             delay_s = None  # the file has vanished: the route's pause, lest uploads follow one another without end
         first = _FirstPass(
-            batch_id, snapshot, lots, Reconciliation({p: lot for p, (_, lot) in lots.items()}, {}), tally
+            batch_id, snapshot, lots, Reconciliation({p: lot for p, (_, lot) in lots.items()}, {}), memory
         )
         again: dict[int, dict[RowClass, OffsetSet]] = {}
         try:
@@ -530,13 +544,14 @@ class _FirstPass:
     """What the reading of one batch keeps in memory: never more than ids and places."""
 
     def __init__(
-        self, batch_id: BatchId, snapshot: BatchSnapshot, lots: OwnLots, join: Reconciliation, tally: BatchTally
+        self, batch_id: BatchId, snapshot: BatchSnapshot, lots: OwnLots, join: Reconciliation, memory: LandingMemory
     ) -> None:
         self.batch_id = batch_id
         self.snapshot = snapshot
         self.lots = lots
         self.join = join
-        self.tally = tally
+        self.memory = memory
+        self.tally = memory.tally
         self.key = next(iter(lots.values()))[1].key
         self.endpoint = self.key.endpoint
         self.succeeded = {partition: OffsetSet() for partition in lots}

@@ -32,7 +32,7 @@ from batchferry.domain.envelope import (
     render_failure,
     render_result,
 )
-from batchferry.domain.ids import BatchId, WireId
+from batchferry.domain.ids import WireId
 from batchferry.domain.ledger import Lot, LotTally
 from batchferry.domain.money import Price, format_usd, price_row
 from batchferry.domain.provider import BatchSnapshot
@@ -47,8 +47,8 @@ from batchferry.telemetry import child_traceparent
 FILE_MODE = 0o600
 OWN_HEADERS_BYTES = 1024
 """Room for the headers that an outcome has of its own."""
-MAX_BATCHES_KEPT = 10_000
-"""Batches remembered for keeping their provider files; the oldest is forgotten first."""
+ENVELOPE_BYTES = 4096
+"""About what our own members and the headers add to an answer."""
 
 
 _NO_ATTEMPTS: Mapping[str, int] = {}
@@ -95,7 +95,6 @@ class OutcomeWriter:
         requests = partitions.get(settings.topics.requests)
         self._co_partitioned = {name for name, count in partitions.items() if count == requests}
         self._router = Router(settings)
-        self._keeps: dict[BatchId, None] = {}
         self._counts: Counter[tuple[str, str, str]] = Counter()
 
     # --------------------------------------------------------------------------------------------- outcomes
@@ -138,7 +137,7 @@ class OutcomeWriter:
                 settlements.append(Settlement(row.offset, record, row.deadline_ms))
             else:
                 self._told(row, RowClass.OUTCOME_TOO_LARGE, now, None)
-                settlements.append(self._too_large(task, lot, row, line, price, context, len(value), now))
+                settlements.append(self._too_large(task, lot, row, line, price, context, len(value), now, snapshot))
         return settlements
 
     def _too_large(
@@ -151,6 +150,7 @@ class OutcomeWriter:
         context: OutcomeContext,
         size_bytes: int,
         now: datetime,
+        snapshot: BatchSnapshot,
     ) -> Settlement:
         body = line.body or b""
         kept_at = self._keep_answer(lot, task.partition, row.offset, body)
@@ -164,9 +164,6 @@ class OutcomeWriter:
             limit_bytes=limit,
             kept_at=kept_at or "",
         )
-        if len(self._keeps) >= MAX_BATCHES_KEPT:
-            self._keeps.pop(next(iter(self._keeps)))
-        self._keeps[BatchId(lot.lot_id)] = None
         value = render_failure(
             context,
             RowClass.OUTCOME_TOO_LARGE,
@@ -178,7 +175,7 @@ class OutcomeWriter:
             answer={
                 "bytes": len(body),
                 "sha256": hashlib.sha256(body).hexdigest(),
-                "file_id": None,
+                "file_id": snapshot.output_file_id,
                 "kept_at": kept_at,
             },
         )
@@ -215,9 +212,9 @@ class OutcomeWriter:
             return None  # the outcome says that nothing was kept; the provider's file still has the answer
         return str(path)
 
-    def keeps_files(self, batch_id: BatchId) -> bool:
-        """Whether the provider's files of a batch must stay, as they hold an answer that could not be published."""
-        return batch_id in self._keeps
+    def is_too_large(self, line: ResultLine) -> bool:
+        """Whether an answer of this size could not be published, its envelope roughly counted."""
+        return line.body is not None and len(line.body) + ENVELOPE_BYTES > self._max_bytes[self._topics.results]
 
     def failure(
         self,
@@ -485,6 +482,18 @@ class OutcomeWriter:
         )
         headers = event_headers(EventKind.STATE_CHANGED, event_id, now, self._topics.requests)
         return [OutRecord(self._topics.events, after.batch_id.encode(), value, headers)]
+
+    def plain_event(self, kind: EventKind, event_id: str, batch: m.Batch | None = None, **fields: object) -> OutRecord:
+        """An event that states no ledger fact: a sealing, a hold, an alarm."""
+        now = self._clock.now()
+        facts = None
+        if batch is not None:
+            provider = self._settings.accounts[batch.key.account].provider
+            facts = _facts(batch.batch_id, batch.key, provider, None, None, batch.sealed_at, None, None)
+        value = render_event(kind, event_id, now, facts, **fields)  # type: ignore[arg-type]
+        key = (batch.batch_id if batch is not None else str(fields.get("scope", event_id))).encode()
+        headers = event_headers(kind, event_id, now, self._topics.requests)
+        return OutRecord(self._topics.events, key, value, headers)
 
     def _event(
         self,

@@ -22,8 +22,7 @@ from batchferry.ports import BatchProvider, Clock, Telemetry
 LIST_INSTEAD_FROM = 20
 """With so many batches of one account due at once, list pages are cheaper than single calls."""
 TICK_S = 0.05
-"""Real seconds between two looks at the clock while something is due soon."""
-IDLE_TICK_S = 0.5
+"""Real seconds between two looks at the clock."""
 
 Post = Callable[[BatchId, Event], None]
 
@@ -81,7 +80,7 @@ class PollScheduler:
             while True:
                 for account, due in self._take_due().items():
                     group.create_task(self._ask(account, due), name=f"poll {account}")
-                await asyncio.sleep(TICK_S if self._heap else IDLE_TICK_S)
+                await asyncio.sleep(TICK_S)
 
     def _take_due(self) -> dict[str, list[Due]]:
         now = self._clock.now()

@@ -18,6 +18,7 @@ from batchferry import __version__
 from batchferry.config import Settings
 from batchferry.domain import machine as m
 from batchferry.domain.batchkey import BatchKey
+from batchferry.domain.envelope import EventKind
 from batchferry.domain.errors import (
     KafkaUnavailable,
     LedgerDamaged,
@@ -35,7 +36,7 @@ from batchferry.engine.actor import BatchActor
 from batchferry.engine.fleet import FleetView
 from batchferry.engine.holds import Holds
 from batchferry.engine.intake import Intake
-from batchferry.engine.landing import Landing
+from batchferry.engine.landing import Landing, LandingMemory
 from batchferry.engine.outcomes import OutcomeWriter
 from batchferry.engine.partition import PartitionPlaces, PartitionTask, RestoreFacts, SettleLimits
 from batchferry.engine.routing import Router
@@ -129,12 +130,12 @@ class Supervisor:
         self.consumer = kafka.consumer(topics.requests, topics.group)
         self._positions = kafka.read_position(topics.requests, f"{topics.group}.read")
         self.fleet = FleetView(kafka, clock, telemetry, topics.ledger_topic, topics.control_topic)
-        self._holds = Holds(self.fleet, clock, telemetry)
         self._machine = machine_settings(settings)
         router = Router(settings)
         self._router = router
         source = RowSource(kafka, store, clock, topics.requests, rules, router, providers)
         self._outcomes = OutcomeWriter(settings, clock, telemetry, max_outcome_bytes, partitions)
+        self._holds = Holds(self.fleet, clock, telemetry, self._outcomes)
         self._scheduler = PollScheduler(providers, settings.accounts, clock, telemetry, self.post)
         landing = Landing(settings, store, clock, telemetry, router, source, self._outcomes, self._holds)
         self._work = BatchWork(
@@ -383,7 +384,8 @@ class Supervisor:
         if self._tasks.get(partition) is not task:
             return
         del self._tasks[partition]
-        self._telemetry.event("partition_lost", partition=partition, reason=task.lost_reason)
+        told = "partition_released" if self.state is RunState.DRAINING else "partition_lost"
+        self._telemetry.event(told, partition=partition, reason=task.lost_reason)
         self.intake.drop_partition(partition)
         self.consumer.pause([partition])
         self._tell_actors(partition)
@@ -517,6 +519,18 @@ class Supervisor:
         details = _details(sealed.key, sealed.partitions, sealed.bytes, sealed.tokens, sealed.reason.value)
         details["waiting_s"] = oldest_wait_s
         self._run_actor(batch, BatchContext(sealed, sealed.key.account), details)
+        event = self._outcomes.plain_event(
+            EventKind.SEALED,
+            f"{batch.batch_id}-sealed",
+            batch,
+            rows=sealed.rows,
+            bytes=sealed.bytes,
+            tokens=sealed.tokens,
+            reason=sealed.reason.value,
+            partitions=list(sealed.partitions),
+            waited_s=round(oldest_wait_s, 3),
+        )
+        self._side(f"sealed event {batch.batch_id}", self.fleet.send([event]))
 
     def _resume_batch(self, lot: Lot) -> None:
         """A restored lot's batch: an actor may know it already (a sibling's partition was here before)."""
@@ -607,23 +621,47 @@ class Supervisor:
             provider_status=after.provider_status,
         )
         if after.state is m.BatchState.LANDED:
-            tally = self._contexts[after.batch_id].memory.tally if after.batch_id in self._contexts else None
-            await self._store.save_batch(
-                {
-                    "batch_id": after.batch_id,
-                    "succeeded": 0 if tally is None else tally.rows(RowClass.SUCCEEDED),
-                    "failed": 0 if tally is None else tally.all_rows - tally.rows(RowClass.SUCCEEDED, RowClass.MISSING),
-                    "missing": 0 if tally is None else tally.rows(RowClass.MISSING),
-                }
-            )
-            self._telemetry.event(
-                "batch_landed",
-                batch_id=after.batch_id,
-                rows=after.rows,
-                succeeded=0 if tally is None else tally.rows(RowClass.SUCCEEDED),
-                failed=0 if tally is None else tally.all_rows - tally.rows(RowClass.SUCCEEDED),
-            )
+            await self._tell_landed(after)
         await self.fleet.send(self._outcomes.state_event(before, after, self._clock.now()))
+
+    async def _tell_landed(self, batch: m.Batch) -> None:
+        context = self._contexts.get(batch.batch_id)
+        memory = LandingMemory() if context is None else context.memory
+        tally = memory.tally
+        succeeded, missing = tally.rows(RowClass.SUCCEEDED), tally.rows(RowClass.MISSING)
+        failed = max(0, tally.all_rows - succeeded - tally.retried)
+        await self._store.save_batch(
+            {"batch_id": batch.batch_id, "succeeded": succeeded, "failed": failed, "missing": missing}
+        )
+        self._telemetry.event(
+            "batch_landed",
+            batch_id=batch.batch_id,
+            provider_batch_id=batch.provider_batch_id,
+            status=batch.provider_status,
+            rows=batch.rows,
+            succeeded=succeeded,
+            failed=failed,
+            retried=tally.retried,
+            missing=missing,
+        )
+        self._telemetry.batch_span(
+            "batch",
+            {
+                "batch_id": batch.batch_id,
+                "provider_batch_id": batch.provider_batch_id,
+                "account": batch.key.account,
+                "endpoint": batch.key.endpoint,
+                "model": batch.key.model,
+                "rows": batch.rows,
+                "status": batch.provider_status,
+                "succeeded": succeeded,
+                "failed": failed,
+                "missing": missing,
+                "started_at": batch.sealed_at,
+                "ended_at": self._clock.now(),
+            },
+            memory.parents,
+        )
 
     def post(self, batch_id: BatchId, event: m.Event) -> None:
         """Give a batch news, if it is still here."""

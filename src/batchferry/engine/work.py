@@ -439,7 +439,9 @@ class BatchWork:
             if any(p in known and known[p].state not in {LotState.DONE, LotState.CLEAN} for p in others):
                 return False
         task, lot = mine[min(batch.partitions)]
-        if self._settings.accounts[batch.key.account].keep_files or self._outcomes.keeps_files(batch.batch_id):
+        lots = [pair[1] for pair in mine.values()] + list(self._fleet.lots_of(batch.batch_id).values())
+        is_kept = any(one.tally is not None and one.tally.extra.get("keep_files") for one in lots)
+        if is_kept or self._settings.accounts[batch.key.account].keep_files:
             return True
         await task.confirm_ownership(FENCE_AGE_S)
         file_ids: list[FileId | None] = [lot.input_file_id]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import threading
 
 import pytest
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
@@ -152,6 +154,11 @@ async def test_an_endpoint_that_does_not_answer_does_not_hold_up_the_end(monkeyp
     """Closing is bounded although nothing listens where traces should go."""
     env = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_METRICS_EXPORTER": "none"}
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", env["OTEL_EXPORTER_OTLP_ENDPOINT"])
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2")
+    before = set(threading.enumerate())
     telemetry = build_telemetry(version="1", incarnation="i", env=env)
     telemetry.batch_span("batch", {"batch_id": "b"})
     await telemetry.close(1.0)
+    # The exporter's thread outlives the bounded close; left alone it would draw random numbers in other tests.
+    for thread in set(threading.enumerate()) - before:
+        await asyncio.to_thread(thread.join, 15)
