@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from uuid import uuid4
 
 import yaml
 from aiokafka import AIOKafkaConsumer, TopicPartition
@@ -21,6 +22,7 @@ ROW_BYTES = 3_000
 LIMIT_BYTES = 300_000_000
 GIVE_UP_S = 400.0
 PARTITIONS = 4
+TOPIC = f"big-{uuid4().hex[:8]}"
 
 
 def main() -> None:
@@ -38,10 +40,10 @@ def _run(bootstrap: str, base_url: str, clock: Rehearsal, folder: Path) -> int:
             {
                 "kafka": {"bootstrap_servers": bootstrap.split(",")},
                 "topics": {
-                    "requests": "big-requests",
-                    "results": "big-results",
-                    "failures": "big-failures",
-                    "events": "big-events",
+                    "requests": f"{TOPIC}-requests",
+                    "results": f"{TOPIC}-results",
+                    "failures": f"{TOPIC}-failures",
+                    "events": f"{TOPIC}-events",
                     "partitions": PARTITIONS,
                 },
                 "accounts": {
@@ -90,7 +92,7 @@ async def _results(bootstrap: str, service: subprocess.Popen[bytes]) -> tuple[in
     seen: set[str] = set()
     batches: set[str] = set()
     try:
-        partitions = [TopicPartition("big-results", number) for number in range(PARTITIONS)]
+        partitions = [TopicPartition(f"{TOPIC}-results", number) for number in range(PARTITIONS)]
         consumer.assign(partitions)
         await consumer.seek_to_beginning(*partitions)
         deadline = time.monotonic() + GIVE_UP_S

@@ -183,7 +183,7 @@ class Rig:
         *,
         session_s: float = 3.0,
         max_rows: int = 30,
-        submit_ttl_s: float = 3.0,
+        submit_ttl_s: float = 2.0,
         scenario: Scenario | None = None,
         **limits: object,
     ) -> None:

@@ -128,7 +128,7 @@ class Supervisor:
             limits.settle_chunk_rows, limits.settle_chunk_bytes, limits.settle_max_delay_s, limits.settle_queue_rows
         )
         self.consumer = kafka.consumer(topics.requests, topics.group)
-        self._positions = kafka.read_position(topics.requests, f"{topics.group}.read")
+        self._positions = kafka.read_position(topics.requests, topics.group)
         self.fleet = FleetView(kafka, clock, telemetry, topics.ledger_topic, topics.control_topic)
         self._machine = machine_settings(settings)
         router = Router(settings)
