@@ -144,8 +144,13 @@ def _provider(name: str, account: AccountSettings, clock: Clock) -> BatchProvide
 def request_rules(settings: Settings) -> RequestRules:
     """The limits an input record is held against."""
     routes = list(settings.routes.values())
+
+    def default_url_of(model: str) -> str:
+        return (settings.route_for(model) or routes[0]).endpoint
+
     return RequestRules(
         default_url=routes[0].endpoint,
+        default_url_of=default_url_of if len({route.endpoint for route in routes}) > 1 else None,
         accounts=frozenset(settings.accounts),
         max_record_bytes=settings.limits.max_record_bytes,
         max_line_bytes=min(

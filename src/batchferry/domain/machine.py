@@ -87,7 +87,9 @@ class MachineSettings:
     """The machine's numbers; each has its reason beside it."""
 
     poll_first_s: float = 10.0
-    """Before the first poll: validation takes seconds for small files."""
+    """Before the first poll: validation takes seconds for small files,"""
+    poll_first_per_row_s: float = 0.002
+    """and longer for large ones: 25,000 rows are first asked for after a minute."""
     poll_factor: float = 1.5
     poll_max_s: float = 300.0
     """The cap is part of what the route's margin must hold."""
@@ -666,6 +668,7 @@ def _ask_again(batch: Batch, _event: Event, _now: datetime, settings: MachineSet
 
 def _submitted(batch: Batch, snapshot: BatchSnapshot, now: datetime, settings: MachineSettings) -> Transition:
     submitted_at = snapshot.created_at or now
+    first_s = min(settings.poll_max_s, settings.poll_first_s + batch.rows * settings.poll_first_per_row_s)
     moved = _enter(
         batch,
         S.VALIDATING,
@@ -676,7 +679,7 @@ def _submitted(batch: Batch, snapshot: BatchSnapshot, now: datetime, settings: M
         submitted_at=submitted_at,
         poll_interval_s=settings.poll_first_s,
     )
-    moved, poll = _next_poll(moved, now, settings, settings.poll_first_s)
+    moved, poll = _next_poll(moved, now, settings, first_s)
     return Transition(moved, (RecordSubmitted(snapshot), poll))
 
 

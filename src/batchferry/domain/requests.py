@@ -169,6 +169,8 @@ class RequestRules:
 
     default_url: str = "/v1/chat/completions"
     """Endpoint of a record that names none."""
+    default_url_of: Callable[[str], str] | None = None
+    """The same by the record's model, where routes differ in their endpoint; it goes before ``default_url``."""
     endpoints: frozenset[str] = DEFAULT_ENDPOINTS
     accounts: frozenset[str] | None = None
     """Names allowed in the header ``provider``; None allows any."""
@@ -441,6 +443,8 @@ def _middle(middle: bytes, rules: RequestRules) -> tuple[str, Callable[[bytes], 
     # mean an unknown or repeated member, or an escaped quote.
     if middle.count(b'"') != 4 * strings + 3 or found.method not in {msgspec.UNSET, "POST"}:
         return None
+    if found.url is msgspec.UNSET and rules.default_url_of is not None:
+        return None
     url = rules.default_url if found.url is msgspec.UNSET else found.url
     return (url, _body_decoder(url)) if url in rules.endpoints else None
 
@@ -495,7 +499,7 @@ def _read_carefully(value: bytes, rules: RequestRules) -> _Read | BadRecord:
     if method is not msgspec.UNSET and method is not None and str(method).upper() != "POST":
         return _bad(RecordRule.METHOD_NOT_POST, "method is not POST", custom_id)
     if url is msgspec.UNSET or url is None:
-        url = rules.default_url
+        url = _default_url(body, rules)
     if type(url) is not str or url not in rules.endpoints:
         return _bad_url(url, rules, custom_id)
     if not body or body == b"null":
@@ -518,6 +522,16 @@ def _read_carefully(value: bytes, rules: RequestRules) -> _Read | BadRecord:
     if fields.stream or not fields.model.isprintable():
         return _wrong_in_body(body, _body_type(url), custom_id)
     return custom_id, url, body, fields
+
+
+def _default_url(body: bytes | None, rules: RequestRules) -> str:
+    if rules.default_url_of is None or not body or body[:1] != b"{":
+        return rules.default_url
+    try:
+        model = _decode_loose_body(body).model
+    except (ValueError, RecursionError):
+        return rules.default_url  # what is wrong with the body is found out and told next
+    return rules.default_url_of(model) if type(model) is str else rules.default_url
 
 
 def _wrong_in_body(body: bytes, kind: type[_Body], custom_id: str) -> BadRecord:

@@ -16,6 +16,7 @@ from batchferry.domain.machine import (
     FINAL,
     Batch,
     BatchState,
+    DeleteInput,
     Effect,
     Event,
     MachineSettings,
@@ -30,6 +31,8 @@ RunEffect = Callable[[Batch, Effect], Awaitable[Event | None]]
 Changed = Callable[[Batch, Batch, Event], Awaitable[None]]
 
 HISTORY_LINES = 50
+FAREWELL_S = 30.0
+"""Real seconds that the deletion of a file gets when its batch is over: it is the last who knows of the file."""
 
 
 class BatchActor:
@@ -56,6 +59,7 @@ class BatchActor:
         self._telemetry = telemetry
         self._mailbox: asyncio.Queue[Event] = asyncio.Queue(mailbox_events)
         self._effects: set[asyncio.Task[None]] = set()
+        self._deletions: set[asyncio.Task[None]] = set()
         self._details = dict(details)
         self._history: list[str] = []
 
@@ -79,6 +83,8 @@ class BatchActor:
                 self._start(effect)
             while not self.is_over:
                 await self._handle(await self._mailbox.get())
+            if self._deletions:
+                await asyncio.wait(self._deletions, timeout=FAREWELL_S)
         finally:
             for task in self._effects:
                 task.cancel()
@@ -105,6 +111,9 @@ class BatchActor:
         task = asyncio.create_task(self._do(effect), name=f"{type(effect).__name__} {self.batch.batch_id}")
         self._effects.add(task)
         task.add_done_callback(self._effects.discard)
+        if isinstance(effect, DeleteInput):
+            self._deletions.add(task)
+            task.add_done_callback(self._deletions.discard)
 
     async def _do(self, effect: Effect) -> None:
         try:

@@ -398,7 +398,13 @@ class Supervisor:
         for batch_id, actor in self._actors.items():
             if partition not in actor.batch.partitions:
                 continue
-            sealed = self._contexts[batch_id].sealed
+            context = self._contexts[batch_id]
+            sealed = context.sealed
+            state = actor.batch.state
+            if state is m.BatchState.REFUSED or (
+                state is m.BatchState.SUBMITTING and len(context.recorded) < len(actor.batch.partitions)
+            ):
+                continue  # nothing was created and nothing will be: it deletes its file and ends by itself
             still_ours = bool(self._work.own_lots(batch_id)) or (
                 sealed is not None and any(part.task.is_live for part in sealed.parts.values())
             )

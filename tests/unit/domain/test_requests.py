@@ -412,3 +412,18 @@ def test_deadline_resolution():
     far = resolve_deadline(accepted(record(), [("deadline", b"2027-01-01T00:00:00Z")]), NOW, 60, rules)
     assert isinstance(far, BadRecord)
     assert (far.rule, far.custom_id) == (RecordRule.BAD_HEADER, "a")
+
+
+def test_a_record_without_url_takes_the_endpoint_of_its_model():
+    """Where routes differ in their endpoint, the model decides which one a record without url is for."""
+    rules = RequestRules(default_url_of=lambda model: "/v1/embeddings" if "embedding" in model else "/v1/responses")
+    embedding = parse_request(b'{"custom_id":"a","body":{"model":"text-embedding-3-small","input":"x"}}', (), rules)
+    response = parse_request(b'{"custom_id":"b","body":{"model":"gpt-5-mini","input":"x"}}', (), rules)
+    named = parse_request(
+        b'{"custom_id":"c","url":"/v1/chat/completions","body":{"model":"gpt-5-mini","messages":[{}]}}', (), rules
+    )
+    assert [one.url for one in (embedding, response, named)] == [
+        "/v1/embeddings",
+        "/v1/responses",
+        "/v1/chat/completions",
+    ]
