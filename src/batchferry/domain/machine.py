@@ -88,7 +88,7 @@ class MachineSettings:
 
     poll_first_s: float = 10.0
     """Before the first poll: validation takes seconds for small files,"""
-    poll_first_per_row_s: float = 0.002
+    poll_first_per_1000_rows_s: float = 2.0
     """and longer for large ones: 25,000 rows are first asked for after a minute."""
     poll_factor: float = 1.5
     poll_max_s: float = 300.0
@@ -668,7 +668,7 @@ def _ask_again(batch: Batch, _event: Event, _now: datetime, settings: MachineSet
 
 def _submitted(batch: Batch, snapshot: BatchSnapshot, now: datetime, settings: MachineSettings) -> Transition:
     submitted_at = snapshot.created_at or now
-    first_s = min(settings.poll_max_s, settings.poll_first_s + batch.rows * settings.poll_first_per_row_s)
+    first_s = min(settings.poll_max_s, settings.poll_first_s + batch.rows // 1000 * settings.poll_first_per_1000_rows_s)
     moved = _enter(
         batch,
         S.VALIDATING,

@@ -268,6 +268,15 @@ def test_a_create_that_was_never_sent_is_offered_again():
     assert story.tell(CreateNotSent(), after(600)) == (DeleteInput(), HandRowsOn("create_unavailable"))
 
 
+@pytest.mark.parametrize(("rows", "first_s"), [(999, 10.0), (25_000, 60.0), (1_000_000, 300.0)])
+def test_a_large_batch_is_asked_for_later(rows: int, first_s: float):
+    """The first poll waits for the provider's validation, which grows with the file; never beyond the cap."""
+    story = Story(S.SUBMITTING, input_file_id=FILE)
+    story.batch = replace(story.batch, rows=rows)
+    validating = shown(P.VALIDATING)
+    assert story.tell(CreateAccepted(validating)) == (RecordSubmitted(validating), PollAt(after(first_s)))
+
+
 # -- was it created?
 
 
