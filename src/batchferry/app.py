@@ -23,6 +23,7 @@ from batchferry.domain.errors import BatchferryError, ConfigError, GateRefused, 
 from batchferry.domain.money import warm_up
 from batchferry.domain.requests import RequestRules
 from batchferry.engine.gates import Finding, Verdict, World, look, look_without_broker
+from batchferry.engine.metered import MeteredProvider
 from batchferry.engine.supervisor import RunState, Supervisor
 from batchferry.kafka import AioKafka, EmbeddedBroker, KafkaClientSettings
 from batchferry.kafka.lapsed import LapsedMembers
@@ -98,6 +99,10 @@ def build_kafka(settings: Settings) -> AioKafka:
             max_poll_interval_s=kafka.max_poll_interval_s,
             metadata_max_age_s=kafka.metadata_max_age_s,
             transaction_timeout_s=kafka.transaction_timeout_s,
+            # Given up before the broker would abort it, and a read of the ledger outlasts any dead transaction.
+            transaction_deadline_s=kafka.transaction_timeout_s * 2 / 3,
+            commit_deadline_s=kafka.transaction_timeout_s / 2,
+            read_stall_s=kafka.transaction_timeout_s * 1.5,
             request_timeout_s=kafka.request_timeout_s,
         )
     )
@@ -207,8 +212,11 @@ class Service:
         )
         self.clock = build_clock(settings)
         self.kafka = build_kafka(settings)
-        self.providers = build_providers(settings, self.clock)
         limits = settings.limits
+        self.providers: dict[str, BatchProvider] = {
+            name: MeteredProvider(provider, self.telemetry, limits.max_clock_skew_s)
+            for name, provider in build_providers(settings, self.clock).items()
+        }
         self.store = LocalState(
             settings.state_dir,
             max_spool_bytes=2 * limits.spool_high_bytes,  # the high mark pauses; only a burst goes beyond it
@@ -245,9 +253,17 @@ class Service:
                 ),
             )
             await self._server.start()
+            self.telemetry.event("server_listening", host=self.settings.server.host, port=self.settings.server.port)
+        self.telemetry.event(
+            "settings_loaded", routes=len(self.settings.routes), accounts=sorted(self.settings.accounts)
+        )
         world = await _look(self.settings, self.kafka, self.providers)
+        for name, partitions in world.made.items():
+            self.telemetry.event("topic_created", topic=name, partitions=partitions)
         for finding in world.findings:
-            if finding.verdict is Verdict.WARN:
+            if finding.verdict is Verdict.OK:
+                self.telemetry.event("gate_passed", gate=finding.gate, topic=finding.subject)
+            elif finding.verdict is Verdict.WARN:
                 self.telemetry.event(
                     "gate_warned", gate=finding.gate, topic=finding.subject, finding=finding.text, remedy=finding.remedy
                 )
@@ -266,6 +282,7 @@ class Service:
             request_rules(self.settings),
             world.max_outcome_bytes,
             world.partitions,
+            world.input_retention_s,
         )
         self._run = asyncio.create_task(self.supervisor.run(), name="supervisor")
 

@@ -78,7 +78,7 @@ def parse_window_s(text: str) -> float:
 
 def from_ms(milliseconds: int) -> datetime:
     """The instant of a Kafka timestamp (milliseconds since the epoch)."""
-    return _EPOCH + timedelta(milliseconds=milliseconds)
+    return datetime.fromtimestamp(milliseconds / 1000, UTC)
 
 
 def to_ms(instant: datetime) -> int:

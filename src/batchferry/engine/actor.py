@@ -20,10 +20,12 @@ from batchferry.domain.machine import (
     Effect,
     Event,
     MachineSettings,
+    PollAnswered,
     Transition,
     begin,
     transition,
 )
+from batchferry.domain.provider import BatchSnapshot, ProviderStatus
 from batchferry.ports import Clock, LocalStore, Telemetry
 from batchferry.telemetry import error_fields
 
@@ -98,7 +100,13 @@ class BatchActor:
             await self._quarantine(str(error))
             return
         self._remember(before, event, decided)
+        if isinstance(event, PollAnswered):
+            self._tell_poll(before, decided.batch, event.snapshot)
         if decided.is_ignored:
+            self._telemetry.count("news_ignored")
+            self._telemetry.event(
+                "news_ignored", batch_id=before.batch_id, state=before.state.value, news=type(event).__name__
+            )
             return
         self.batch = decided.batch
         await self._save(before, event)
@@ -106,6 +114,21 @@ class BatchActor:
             await self._changed(before, self.batch, event)
         for effect in decided.effects:
             self._start(effect)
+
+    def _tell_poll(self, before: Batch, after: Batch, snapshot: BatchSnapshot) -> None:
+        self._telemetry.event(
+            "batch_polled",
+            batch_id=before.batch_id,
+            status=snapshot.raw_status,
+            completed=snapshot.counts.completed,
+            failed=snapshot.counts.failed,
+            total=snapshot.counts.total,
+            next_poll_at=after.next_poll_at,
+        )
+        if snapshot.status is ProviderStatus.UNKNOWN and snapshot.raw_status != before.provider_status:
+            self._telemetry.event(
+                "status_unknown", batch_id=before.batch_id, account=before.key.account, status=snapshot.raw_status
+            )
 
     def _start(self, effect: Effect) -> None:
         task = asyncio.create_task(self._do(effect), name=f"{type(effect).__name__} {self.batch.batch_id}")
@@ -123,6 +146,7 @@ class BatchActor:
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001 (an effect that raises is a bug; it must cost one batch only)
+            self._telemetry.count("effects_failed", effect=type(effect).__name__)
             self._telemetry.event(
                 "effect_failed",
                 batch_id=self.batch.batch_id,
@@ -139,6 +163,7 @@ class BatchActor:
         if before.state is BatchState.QUARANTINED:
             return
         self.batch = replace(before, state=BatchState.QUARANTINED, state_since=self._clock.now())
+        self._telemetry.count("quarantined_batches")
         self._telemetry.event(
             "batch_quarantined",
             batch_id=before.batch_id,

@@ -59,6 +59,10 @@ class World:
     max_outcome_bytes: Mapping[str, int]
     partitions: Mapping[str, int]
     """Partition counts by topic."""
+    made: Mapping[str, int]
+    """Topics that were missing and have been made, with their partitions."""
+    input_retention_s: float | None
+    """How long the input topic keeps a record; None: for ever, as far as time goes."""
 
     @property
     def refusals(self) -> list[str]:
@@ -82,7 +86,7 @@ async def look(settings: Settings, admin: KafkaAdmin, providers: Mapping[str, Ba
     internal = [topics.ledger_topic, topics.control_topic]
     found = dict(await admin.describe([*names, *internal]))
     findings: list[Finding] = []
-    await _make_missing(settings, admin, found, findings)
+    made = await _make_missing(settings, admin, found, findings)
     found.update(await admin.describe([*names, *internal]))
     findings += _check_input(settings, found[topics.requests])
     findings += _check_ledger(settings, found[topics.ledger_topic], found[topics.requests])
@@ -93,7 +97,12 @@ async def look(settings: Settings, admin: KafkaAdmin, providers: Mapping[str, Ba
     for name, provider in providers.items():
         findings += await _check_account(settings, name, provider)
     counts = {name: topic.partitions for name, topic in found.items() if topic is not None}
-    return World(tuple(findings), limits, counts)
+    return World(tuple(findings), limits, counts, made, _retention_s(found[topics.requests]))
+
+
+def _retention_s(requests: TopicDescription | None) -> float | None:
+    retention_ms = -1 if requests is None else int(requests.configs.get("retention.ms", str(7 * DAY_MS)))
+    return None if retention_ms < 0 else retention_ms / 1000
 
 
 async def _make_missing(
@@ -101,7 +110,7 @@ async def _make_missing(
     admin: KafkaAdmin,
     found: Mapping[str, TopicDescription | None],
     findings: list[Finding],
-) -> None:
+) -> dict[str, int]:
     topics = settings.topics
     there = found.get(topics.requests)
     partitions = topics.partitions if there is None else there.partitions
@@ -115,6 +124,7 @@ async def _make_missing(
     }
     if topics.review:
         wanted[topics.review] = (partitions, {})
+    made: dict[str, int] = {}
     for name, (count, configs) in wanted.items():
         if found.get(name) is not None:
             continue
@@ -132,7 +142,9 @@ async def _make_missing(
             )
             continue
         await admin.create(name, count, configs)
+        made[name] = count
         findings.append(Finding("topic exists", Verdict.OK, name, f"made with {count} partitions"))
+    return made
 
 
 def _check_input(settings: Settings, topic: TopicDescription | None) -> list[Finding]:

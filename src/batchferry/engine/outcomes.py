@@ -126,18 +126,26 @@ class OutcomeWriter:
         limit = self._max_bytes[topic]
         partition = self._partition(topic, task.partition)
         settlements = []
+        plain = 0
         for row, line, price in answered:
             context = self._context(task, lot, row, snapshot, now, line.wire_id)
             value = render_result(context, line, price.price)
             headers = outcome_headers(context, "succeeded", now, _traced(row.headers))
             key = _key(row)
             if len(value) + len(key or b"") + _size(headers) <= limit:
-                self._told(row, RowClass.SUCCEEDED, now, line)
                 record = OutRecord(topic, key, value, headers, partition)
                 settlements.append(Settlement(row.offset, record, row.deadline_ms))
+                if context.deadline_met is False or line.flags:
+                    self._told(row, RowClass.SUCCEEDED, now, line)
+                else:
+                    plain += 1
             else:
                 self._told(row, RowClass.OUTCOME_TOO_LARGE, now, None)
                 settlements.append(self._too_large(task, lot, row, line, price, context, len(value), now, snapshot))
+        if plain:  # the usual case, counted once a chunk
+            self._counts["rows", "class", RowClass.SUCCEEDED.value] += plain
+            self._counts["records", "outcome", "succeeded"] += plain
+            self._counts["deadlines", "met", "yes"] += plain
         return settlements
 
     def _too_large(

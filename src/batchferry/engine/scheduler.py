@@ -57,6 +57,8 @@ class PollScheduler:
         self._heap: list[tuple[datetime, BatchId]] = []
         self._due_at: dict[BatchId, datetime] = {}
         self._what: dict[BatchId, Due] = {}
+        self._wanted_at: dict[BatchId, datetime] = {}
+        """When each batch was to be asked for that has not been answered yet, whatever held the poll up since."""
         self._not_before: dict[str, datetime] = {}
         self._calls = {name: asyncio.Semaphore(account.max_concurrent_calls) for name, account in accounts.items()}
 
@@ -67,12 +69,19 @@ class PollScheduler:
         at += timedelta(seconds=ahead_s * jitter * self._random.random())
         self._what[due.batch_id] = due
         self._due_at[due.batch_id] = at
+        self._wanted_at[due.batch_id] = at
         heapq.heappush(self._heap, (at, due.batch_id))
 
     def forget(self, batch_id: BatchId) -> None:
         """This batch is not asked for any more."""
         self._due_at.pop(batch_id, None)
         self._what.pop(batch_id, None)
+        self._wanted_at.pop(batch_id, None)
+
+    def overdue_s(self) -> float:
+        """How late the most overdue poll is, in seconds of the service's clock; 0 when none is."""
+        earliest = min(self._wanted_at.values(), default=None)
+        return 0.0 if earliest is None else max(0.0, (self._clock.now() - earliest).total_seconds())
 
     async def run(self) -> None:
         """Ask until cancelled."""
@@ -113,6 +122,8 @@ class PollScheduler:
     async def _ask_one(self, account: str, due: Due) -> None:
         async with self._calls[account]:
             answer = await self._providers[account].retrieve(due.provider_batch_id)
+        self._telemetry.count("polls", how="single")
+        self._wanted_at.pop(due.batch_id, None)
         if isinstance(answer, BatchSnapshot):
             self._post(due.batch_id, PollAnswered(answer))
         else:
@@ -128,9 +139,12 @@ class PollScheduler:
             if isinstance(page, CallFailed):
                 self._failed(account, page)
                 break
+            self._telemetry.event("batch_list_read", account=account, batches=len(page.batches))
             for snapshot in page.batches:
                 one = wanted.pop(snapshot.provider_batch_id, None)
                 if one is not None:
+                    self._telemetry.count("polls", how="list")
+                    self._wanted_at.pop(one.batch_id, None)
                     self._post(one.batch_id, PollAnswered(snapshot))
             if not wanted or page.next_cursor is None or page.next_cursor == cursor:
                 break

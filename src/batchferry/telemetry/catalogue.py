@@ -246,7 +246,7 @@ _EVENTS: dict[Level, tuple[tuple[str, str, str], ...]] = {
             f"{_BATCH} effect {_FAILURE} pause_s",
         ),
         ("possibly_paid_twice", "Rows may have been run by the provider twice.", f"{_BATCH} {_PART} rows reason"),
-        ("library_warning", "A library told something odd; its text is left out.", "logger template error"),
+        ("library_warning", "A library told something odd; its text is left out.", "logger template error left_out"),
         ("api_failed", "A question to the admin address could not be answered.", f"route {_FAILURE}"),
         ("read_position_failed", "The read position could not be committed.", _FAILURE),
         ("stop_unfinished", "The stop budget ended before the work did; a restart takes it up.", "what budget_s"),
@@ -275,7 +275,7 @@ _EVENTS: dict[Level, tuple[tuple[str, str, str], ...]] = {
         ("task_failed", "A task ended by a bug; what it served is restarted or stopped.", f"task {_PART} {_FAILURE}"),
         ("invariant_broken", "Something that must always hold does not.", f"what {_PART} {_BATCH} {_FAILURE}"),
         ("alarm", "Something needs an operator.", f"what scope reason {_PART} {_BATCH} rows"),
-        ("library_error", "A library told of an error; its text is left out.", "logger template error"),
+        ("library_error", "A library told of an error; its text is left out.", "logger template error left_out"),
     ),
 }
 

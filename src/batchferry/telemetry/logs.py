@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import time
 from collections.abc import Mapping, MutableMapping
 from typing import Any, Literal, TextIO
 
@@ -77,12 +78,20 @@ def only_catalogued(_logger: Any, _method: str, event: MutableMapping[str, Any])
     return event
 
 
+LIBRARY_PAUSE_S = 10.0
+"""The same message of a library is written once in so long: clients of an absent broker repeat themselves."""
+LIBRARY_TEMPLATES = 500
+"""Different messages remembered for that."""
+
+
 class LibraryHandler(logging.Handler):
     """Turns the standard library's log records into events without their texts."""
 
     def __init__(self, logger: structlog.typing.FilteringBoundLogger) -> None:
         super().__init__(logging.WARNING)
         self._logger = logger
+        self._told: dict[tuple[str, str], tuple[float, int]] = {}
+        """By logger and template: when it was last written (monotonic seconds), and how often it was left out."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record; never raises."""
@@ -92,6 +101,17 @@ class LibraryHandler(logging.Handler):
             fields["template"] = _template(record.msg)
         if record.exc_info and record.exc_info[0] is not None:
             fields["error"] = record.exc_info[0].__name__
+        now_s = time.monotonic()
+        same = (record.name, str(fields.get("template", "")))
+        last_s, left_out = self._told.get(same, (-LIBRARY_PAUSE_S, 0))
+        if now_s - last_s < LIBRARY_PAUSE_S:
+            self._told[same] = (last_s, left_out + 1)
+            return
+        if len(self._told) >= LIBRARY_TEMPLATES:
+            self._told.clear()
+        self._told[same] = (now_s, 0)
+        if left_out:
+            fields["left_out"] = left_out
         try:
             write(self._logger, spec, fields)
         except Exception:  # noqa: BLE001 - a full disk behind the log must not stop the work
