@@ -162,6 +162,7 @@ def request_rules(settings: Settings) -> RequestRules:
             min(route.max_bytes, settings.accounts[route.account].limits.max_file_bytes) for route in routes
         ),
         max_depth=settings.limits.max_json_depth,
+        max_sla_s=settings.limits.max_sla_s,
     )
 
 
@@ -253,7 +254,7 @@ class Service:
                 ),
             )
             await self._server.start()
-            self.telemetry.event("server_listening", host=self.settings.server.host, port=self.settings.server.port)
+            self.telemetry.event("server_listening", host=self.settings.server.host, port=self._server.port)
         self.telemetry.event(
             "settings_loaded", routes=len(self.settings.routes), accounts=sorted(self.settings.accounts)
         )

@@ -25,7 +25,10 @@ from batchferry.domain.provider import (
 )
 from batchferry.domain.rows import ResultLine, UnreadableLine
 
-Headers = tuple[tuple[str, bytes], ...]
+Headers = tuple[tuple[str, bytes | None], ...]
+"""A Kafka header may have no value: None goes in and out as it is."""
+LogMark = Mapping[tuple[str, int], int]
+"""Ends (next offsets) by topic and partition."""
 
 
 # --------------------------------------------------------------------------------------------- time
@@ -63,7 +66,7 @@ class Record(Protocol):
     """0 = set by the producer, 1 = set by the broker at append."""
     key: bytes | None
     value: bytes | None
-    headers: Sequence[tuple[str, bytes]]
+    headers: Sequence[tuple[str, bytes | None]]
 
 
 class OutRecord(NamedTuple):
@@ -206,7 +209,22 @@ class LogTail(Protocol):
     async def poll(self, timeout_ms: int) -> Sequence[Record]: ...
 
     async def caught_up(self) -> bool:
-        """Whether everything committed when this was asked has been returned by ``poll``."""
+        """Whether everything committed when this was asked has been returned by ``poll``.
+
+        While others write without a pause this may never be so: take a ``mark`` once and wait for ``reached``.
+        """
+        ...
+
+    async def mark(self) -> LogMark:
+        """The ends of all partitions now.
+
+        Raises:
+            KafkaUnavailable: no answer in time.
+        """
+        ...
+
+    def reached(self, mark: LogMark) -> bool:
+        """Whether ``poll`` has returned everything below these ends; False after ``stop``."""
         ...
 
     async def stop(self) -> None: ...
@@ -430,6 +448,11 @@ class LocalStore(Protocol):
 
     @property
     def spooled_bytes(self) -> int: ...
+
+    @property
+    def indexed_rows(self) -> int:
+        """Rows in the index, over all partitions."""
+        ...
 
     def download_path(self, batch_id: BatchId, kind: str) -> Path:
         """Where a result file goes (0600, in the state folder)."""

@@ -26,7 +26,7 @@ from batchferry.app import Service
 from batchferry.config import load_settings
 from batchferry.domain.wellformed import check_batch_file
 from batchferry.kafka import AioKafka
-from batchferry.ports import Record
+from batchferry.ports import Headers, Record
 from batchferry.simulator import (
     DEFAULT_KEY,
     ClockSettings,
@@ -65,7 +65,7 @@ class Sent:
 
     value: bytes | None
     key: bytes | None = None
-    headers: tuple[tuple[str, bytes], ...] = ()
+    headers: Headers = ()
     partition: int | None = None
 
 
@@ -80,7 +80,7 @@ def request(
     *,
     text: str | None = None,
     key: bytes | None = None,
-    headers: Iterable[tuple[str, bytes]] = (),
+    headers: Iterable[tuple[str, bytes | None]] = (),
     model: str = MODEL,
     body: bytes | None = None,
     slice_: str | None = None,

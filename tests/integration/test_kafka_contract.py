@@ -69,7 +69,7 @@ async def test_a_transaction_carries_records_and_offset(port: KafkaPort, topic_n
     producer = port.partition_producer(source, 1, group, topic_name("txn"))
     await producer.init()
     before = producer.last_transaction_at
-    headers = (("ce_id", b"1"), ("plain", b"\x00\xff"))
+    headers = (("ce_id", b"1"), ("plain", b"\x00\xff"), ("no value", None))
     await producer.transact(
         [OutRecord(out, b"k", b"v", headers, timestamp_ms=1_700_000_000_123), OutRecord(out, b"gone", None)], 42
     )
@@ -309,6 +309,27 @@ async def test_the_tail_follows_several_topics(port: KafkaPort, topic_name: Call
     await tail.stop()
 
 
+async def test_a_mark_is_reached_whatever_is_written_after(port: KafkaPort, topic_name: Callable[[str], str]) -> None:
+    """What was there when the mark was taken counts, not what came since; a stopped tail has reached nothing."""
+    topic = await made_topic(port, topic_name("busy"), 2)
+    await produced(port, topic, [b"a", b"b"])
+    tail = port.tail()
+    await tail.start([topic])
+    mark = await tail.mark()
+    assert not tail.reached(mark)
+    seen: list[bytes] = []
+    for _ in range(100):
+        seen.extend(record.value or b"" for record in await tail.poll(100))
+        if tail.reached(mark):
+            break
+    assert seen == [b"a", b"b"]
+    await produced(port, topic, [b"c"], partition=1)
+    assert tail.reached(mark)
+    assert not await tail.caught_up()
+    await tail.stop()
+    assert not tail.reached(mark)
+
+
 async def test_the_tail_is_caught_up_on_empty_topics(port: KafkaPort, topic_name: Callable[[str], str]) -> None:
     """Nothing written means nothing to wait for."""
     tail = port.tail()
@@ -421,6 +442,23 @@ async def test_a_second_member_takes_some_and_disturbs_none(
         kept_now, added_now, lost_now = first.hears.assignments[-1]
         assert (kept_now, added_now, lost_now) == (kept, lost, frozenset())
         assert all(first.consumer.position(partition) is None for partition in added_now)
+
+
+async def test_a_member_too_many_hears_that_it_has_joined(
+    port: KafkaPort, topic_name: Callable[[str], str], eventually
+) -> None:
+    """More members than partitions: the one without any is told so, once a generation, and is healthy."""
+    source, group = await made_topic(port, topic_name("in")), topic_name("group")
+    nothing: frozenset[int] = frozenset()
+    async with Member(port, source, group) as first:
+        await eventually(lambda: first.hears.owned == {0}, "the assignment")
+        async with Member(port, source, group) as second:
+            await eventually(lambda: second.hears.assignments and len(first.hears.assignments) == 2, "both to join")
+            idle, busy = sorted((first, second), key=lambda member: len(member.hears.owned))
+            assert (idle.hears.owned, busy.hears.owned) == (nothing, {0})
+            assert second.hears.assignments == [(nothing, second.hears.owned, nothing)]
+            await idle.rounds(eventually)
+            assert not idle.consumer.complaints()
 
 
 async def test_a_paused_partition_stays_paused_over_a_rebalance(

@@ -75,8 +75,11 @@ BAD: Mapping[str, tuple[bytes | None, RecordRule]] = {
 BAD_HEADERS: Mapping[str, tuple[str, bytes]] = {
     "sla is no duration": ("sla", b"soon"),
     "deadline is no instant": ("deadline", b"tomorrow"),
+    "sla of ten thousand years": ("sla", b"P4000000D"),
+    "deadline at the end of time": ("deadline", b"9999-12-31T23:59:59Z"),
     "an account that is not ours": ("provider", b"nobody"),
 }
+NULL_HEADERS = ("note", "traceparent", "ce_id", "sla", "slice")
 
 
 class Reading:
@@ -107,6 +110,9 @@ async def reading(broker: Any, tmp_path_factory: pytest.TempPathFactory) -> Asyn
             await pier.send("huge key", [Sent(b"{", b"k" * 2_000_000, SLICE, 0)])
             await pier.send("good", [request("good", "last", key=b"a"), request("good", LONG_ID, key=b"a")])
             await pier.send("b02", [request("b02", "req-5", text=text) for text in ("France", "Norway", "France")])
+            for name in NULL_HEADERS:
+                await pier.send(f"null {name}", [request("good", f"null-{name}", key=b"a", headers=[(name, None)])])
+                await pier.send(f"bad null {name}", [Sent(b"{", b"a", ((name, None),))])
             # B14 as it is told, in a partition of its own
             good = [request("b14", one, text=one) for one in ("k10", "k13")]
             b14 = [good[0], Sent(None, b"a"), Sent(b"not json at all"), good[1]]
@@ -142,6 +148,18 @@ def test_a_bad_record_is_one_failure_that_says_why(reading: Reading, name: str) 
         assert original["bytes"] == len(value)
         assert original["sha256"] == hashlib.sha256(value).hexdigest()
         assert len(outcome.record.value or b"") < 200_000
+
+
+@pytest.mark.parametrize("name", NULL_HEADERS)
+def test_a_header_without_a_value_is_lawful(reading: Reading, name: str) -> None:
+    """An unknown one goes on as it came, on a result and on a failure; one of ours says nothing or breaks its rule."""
+    for outcome in (reading.outcome(f"null {name}"), reading.outcome(f"bad null {name}")):
+        if outcome.row_class == "succeeded":
+            assert name != "sla"
+        else:
+            assert outcome.code == ("bad_header" if name == "sla" else "not_json")
+        if name in {"note", "traceparent"}:
+            assert (name, None) in list(outcome.record.headers)
 
 
 def test_a_failure_sheds_a_key_that_its_topic_does_not_take(reading: Reading) -> None:
@@ -198,7 +216,7 @@ async def test_the_committed_offset_reaches_the_end(reading: Reading) -> None:
 def test_a_restart_reports_nothing_twice(reading: Reading) -> None:
     """Across both lives each record has one outcome, and each bad one was refused once in our events too."""
     assert {len(one) for one in reading.pier.heard.outcomes.values()} == {1}
-    assert len(reading.pier.events("record_refused")) == len(BAD) + len(BAD_HEADERS) + 3
+    assert len(reading.pier.events("record_refused")) == len(BAD) + len(BAD_HEADERS) + len(NULL_HEADERS) + 4
 
 
 # ------------------------------------------------------------------------------------------- the gates

@@ -362,6 +362,8 @@ class Voyage:
         self.created += sum(isinstance(effect, CreateBatch) for effect in made.effects)
         assert self.created <= self.recorded
         self.take(made.effects)
+        readings = [one for one in self.outstanding if isinstance(one, LandResults)]
+        assert len(readings) <= 1, "two readings at once share their files"
         assert self.is_over or self.is_pending, f"stuck in {self.batch.state} after {event}"
 
     @property

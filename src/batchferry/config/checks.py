@@ -175,6 +175,7 @@ def _route_promise(settings: Settings, at: str, route: RouteSettings, account: A
         "download_s",
         "rescue_lead_s",
     )
+    yield from _ordered((f"{at}.sla_s", route.sla_s, None), ("limits.max_sla_s", settings.limits.max_sla_s))
     for text in check_route(
         sla_s=route.sla_s,
         window_s=account.window_s,

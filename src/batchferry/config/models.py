@@ -335,6 +335,8 @@ class LimitSettings(_Section):
     """Largest input record that is accepted."""
     max_json_depth: Annotated[Count, Field(ge=8, le=900)] = 200
     """Deepest nesting of an input record."""
+    max_sla_s: Annotated[Seconds, Field(gt=0, le=31_536_000)] = 2_592_000.0
+    """Longest promise (30 d): of a route, and what a record may ask for by its headers ``sla`` and ``deadline``."""
     spool_high_bytes: Bytes = 8_000_000_000
     """At so many spooled bytes the largest open batch is sealed, then consumption pauses."""
     spool_low_bytes: Bytes = 6_000_000_000

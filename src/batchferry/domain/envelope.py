@@ -19,13 +19,14 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any, TypedDict, Unpack
 
+import msgspec
 import orjson
 
 from batchferry.domain.errors import InvariantBroken
 from batchferry.domain.money import Price, format_usd
 from batchferry.domain.rows import ResultLine, RowClass
 
-Headers = tuple[tuple[str, bytes], ...]
+Headers = tuple[tuple[str, bytes | None], ...]
 
 SCHEMA_VERSION = 1
 MAX_ORIGINAL_BYTES = 64 * 1024
@@ -85,9 +86,8 @@ _BATCH_MEMBERS = (
 )
 
 
-@dataclass(slots=True, kw_only=True)
-class OutcomeContext:
-    """Where a row came from and what was done about it."""
+class OutcomeContext(msgspec.Struct, kw_only=True, gc=False):
+    """Where a row came from and what was done about it. A msgspec struct because one is made for every row."""
 
     ledger_id: str
     topic: str
@@ -102,7 +102,7 @@ class OutcomeContext:
     """Judged when the outcome's transaction is built; None without a deadline."""
     wire_id: str | None = None
     submission: int | None = None
-    attempts: Mapping[str, int] = field(default_factory=dict)
+    attempts: Mapping[str, int] = {}
     """Times this row was sent again, by the class that was the reason."""
     batch: BatchFacts | None = None
     source_event: str | None = None
@@ -335,7 +335,7 @@ _OWN_HEADERS = frozenset(
 
 
 def outcome_headers(
-    ctx: OutcomeContext, status: str, at: datetime, request_headers: Sequence[tuple[str, bytes]] = ()
+    ctx: OutcomeContext, status: str, at: datetime, request_headers: Sequence[tuple[str, bytes | None]] = ()
 ) -> Headers:
     """Headers of an outcome: CloudEvents attributes of our own, then the request's headers in their order.
 
@@ -353,7 +353,7 @@ def outcome_headers(
     return ours + tuple(header for header in request_headers if header[0].lower() not in _OWN_HEADERS)
 
 
-def event_id_of(request_headers: Sequence[tuple[str, bytes]]) -> str | None:
+def event_id_of(request_headers: Sequence[tuple[str, bytes | None]]) -> str | None:
     """``ce_id`` of a request that came as a CloudEvent; at most 256 characters of it."""
     for name, value in request_headers:
         if name.lower() == "ce_id" and value:

@@ -71,6 +71,8 @@ class BatchState(StrEnum):
     """Our own bug met this batch. Its rows stay in the ledger; an operator or a restart takes it up. The end."""
 
 
+WINDOW_PASSED = "window_passed"
+"""Why a batch is cancelled that outlasted its completion window and the grace."""
 IN_FLIGHT = frozenset({BatchState.VALIDATING, BatchState.IN_PROGRESS, BatchState.FINALIZING, BatchState.CANCELLING})
 FINAL = frozenset({BatchState.DISSOLVED, BatchState.QUARANTINED})
 
@@ -139,6 +141,7 @@ class Batch:
     asked_at: datetime | None = None
     """When the provider was last asked about it; the floor between two polls counts from here."""
     next_poll_at: datetime | None = None
+    """In ``landing`` it is None exactly while a reading runs: two at once would share their files."""
     poll_interval_s: float = 0.0
     tries: int = 0
     """Consecutive failures of what the current state tries."""
@@ -413,7 +416,10 @@ class HandRowsOn(Effect):
 
 @dataclass(frozen=True, slots=True)
 class PollAt(Effect):
-    """Ask for the batch at this instant (the scheduler adds jitter and obeys the account). Replaces an earlier one."""
+    """Ask for the batch at this instant (the scheduler adds jitter and obeys the account). Replaces an earlier one.
+
+    Answers PollFailed by itself when nobody knows what the provider calls the batch.
+    """
 
     at: datetime
 
@@ -429,6 +435,7 @@ class CancelBatch(Effect):
 class LandResults(Effect):
     """Read the result files and settle our rows. Answers ResultsRead, -Incomplete or -Unavailable.
 
+    Lots of ours that do not have the provider's id yet get it first.
     ``is_last_chance``: absence is now taken at its word. Twice is harmless: settled rows are skipped.
     """
 
@@ -709,7 +716,10 @@ def _polled(batch: Batch, event: PollAnswered, now: datetime, settings: MachineS
     interval_s = settings.poll_first_s if state is not batch.state else moved.poll_interval_s * settings.poll_factor
     if state is S.FINALIZING:
         interval_s = min(interval_s, settings.poll_finalizing_s)
-    return _keep_watch(moved, now, settings, interval_s)
+    decided = _keep_watch(moved, now, settings, interval_s)
+    if batch.snapshot is None:  # restored: a lot that came before this poll may not have the provider's id yet
+        return replace(decided, effects=(RecordSubmitted(snapshot), *decided.effects))
+    return decided
 
 
 @_on(tuple(IN_FLIGHT), PollFailed, to=(S.CANCELLING,))
@@ -729,8 +739,8 @@ def _keep_watch(batch: Batch, now: datetime, settings: MachineSettings, interval
     window_ends_at = batch.window_ends_at
     overdue = window_ends_at is not None and now >= window_ends_at + timedelta(seconds=settings.window_grace_s)
     if overdue and not batch.cancel_reason:
-        batch = replace(_enter(batch, S.CANCELLING, now), cancel_reason="window_passed")
-        effects.append(CancelBatch("window_passed"))
+        batch = replace(_enter(batch, S.CANCELLING, now), cancel_reason=WINDOW_PASSED)
+        effects.append(CancelBatch(WINDOW_PASSED))
     age_s = (now - batch.state_since).total_seconds()
     slow_s = {
         S.VALIDATING: settings.validating_slow_s,
@@ -824,25 +834,37 @@ def _read_again(batch: Batch, event: Event, now: datetime, settings: MachineSett
         at = now + timedelta(seconds=pause_s)
         return Transition(replace(tried, next_poll_at=at), (*effects, PollAt(at)))
     if last_chance and batch.snapshot is not None:
-        return Transition(tried, (LandResults(batch.snapshot, is_last_chance=True, after_s=pause_s),))
+        reading = LandResults(batch.snapshot, is_last_chance=True, after_s=pause_s)
+        return Transition(replace(tried, next_poll_at=None), (reading,))
     at = now + timedelta(seconds=pause_s)
     return Transition(replace(tried, next_poll_at=at), (PollAt(at),))
 
 
 @_on(S.LANDING, PollAnswered)
 def _landing_polled(batch: Batch, event: PollAnswered, now: datetime, settings: MachineSettings) -> Transition:
+    if batch.next_poll_at is None:
+        return Transition(batch)  # a reading runs, and asks for a poll by itself should it need one
     if not event.snapshot.status.is_terminal:
         # A terminal status was seen; a listing that lags does not undo it.
         if batch.snapshot is None:  # restored as landed, so only the provider knows the files
             at = now + timedelta(seconds=settings.landing_pause_s)
             return Transition(replace(batch, next_poll_at=at), (PollAt(at),))
         return Transition(replace(batch, next_poll_at=None), (LandResults(batch.snapshot),))
-    shown = replace(batch, snapshot=event.snapshot, counts=event.snapshot.counts, next_poll_at=None)
+    shown = replace(
+        batch,
+        snapshot=event.snapshot,
+        counts=event.snapshot.counts,
+        provider_status=event.snapshot.raw_status,
+        provider_batch_id=event.snapshot.provider_batch_id,
+        next_poll_at=None,
+    )
     return Transition(shown, (LandResults(event.snapshot),))
 
 
 @_on(S.LANDING, PollFailed)
 def _landing_poll_failed(batch: Batch, event: PollFailed, now: datetime, settings: MachineSettings) -> Transition:
+    if batch.next_poll_at is None:
+        return Transition(batch)
     pause_s = _growing(settings.poll_floor_s, settings.poll_factor, settings.poll_max_s, batch.tries)
     at = now + timedelta(seconds=max(pause_s, event.failure.retry_after_s or 0.0))
     return Transition(replace(batch, tries=batch.tries + 1, next_poll_at=at), (PollAt(at),))
@@ -853,7 +875,9 @@ def _landed_lot_gained(batch: Batch, _event: Event, now: datetime, _settings: Ma
     """The partition that came may hold rows nobody has settled: read the files again for it."""
     if batch.snapshot is None or batch.is_clean:
         return Transition(_enter(batch, S.LANDING, now, landing_since=now, next_poll_at=now), (PollAt(now),))
-    return Transition(_enter(batch, S.LANDING, now, landing_since=now), (LandResults(batch.snapshot),))
+    return Transition(
+        _enter(batch, S.LANDING, now, landing_since=now, next_poll_at=None), (LandResults(batch.snapshot),)
+    )
 
 
 @_on(S.LANDED, CleanedUp)

@@ -29,7 +29,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -159,7 +159,7 @@ class Request(msgspec.Struct, frozen=True):
     """The header ``provider``: the account the producer asks for."""
     priority_now: bool = False
     traceparent: bytes | None = None
-    passed_headers: tuple[tuple[str, bytes], ...] = ()
+    passed_headers: tuple[tuple[str, bytes | None], ...] = ()
     """What the outcome carries on, ``traceparent`` and CloudEvents headers included, in their order."""
 
 
@@ -267,7 +267,7 @@ class _Headers(msgspec.Struct, frozen=True, gc=False):
     account: str | None = None
     priority_now: bool = False
     traceparent: bytes | None = None
-    passed: tuple[tuple[str, bytes], ...] = ()
+    passed: tuple[tuple[str, bytes | None], ...] = ()
     content_type: str = ""
 
 
@@ -275,7 +275,7 @@ _NO_HEADERS = _Headers()
 
 
 def parse_request(
-    value: bytes | None, headers: Sequence[tuple[str, bytes]] = (), rules: RequestRules = DEFAULT_RULES
+    value: bytes | None, headers: Sequence[tuple[str, bytes | None]] = (), rules: RequestRules = DEFAULT_RULES
 ) -> Request | BadRecord:
     """Take a record apart, or say which rule it breaks. Pure, and never raises for what a record holds.
 
@@ -393,22 +393,17 @@ def check_timestamp(timestamp_ms: int | None, now: datetime, max_skew_s: float) 
     return None
 
 
-def resolve_deadline(
-    request: Request, t0: datetime, default_sla_s: float, rules: RequestRules = DEFAULT_RULES
-) -> datetime | BadRecord:
-    """The instant by which the outcome is wanted: the header ``deadline``, else t0 plus ``sla`` or the default.
-
-    A deadline in the past is no fault of the record. One further from ``t0`` than ``max_sla_s`` is refused.
-    """
-    if request.deadline is None:
-        return t0 + timedelta(seconds=default_sla_s if request.sla_s is None else request.sla_s)
-    if rules.max_sla_s is not None and (request.deadline - t0).total_seconds() > rules.max_sla_s:
-        return _bad(
-            RecordRule.BAD_HEADER,
-            f"header deadline lies more than the longest SLA, {rules.max_sla_s:g} s, after the record's time",
-            request.custom_id,
-        )
-    return request.deadline
+def check_deadline(request: Request, t0: datetime, rules: RequestRules = DEFAULT_RULES) -> BadRecord | None:
+    """Refuse a header ``deadline`` further from ``t0`` than ``max_sla_s``."""
+    if request.deadline is None or rules.max_sla_s is None:
+        return None
+    if (request.deadline - t0).total_seconds() <= rules.max_sla_s:
+        return None
+    return _bad(
+        RecordRule.BAD_HEADER,
+        f"header deadline lies more than the longest SLA, {rules.max_sla_s:g} s, after the record's time",
+        request.custom_id,
+    )
 
 
 def _bad(rule: RecordRule, message: str, custom_id: str | None = None) -> BadRecord:
@@ -715,10 +710,10 @@ def _without_data_urls(body: bytes, tokens: int) -> int:
 # --------------------------------------------------------------------------------------- the headers
 
 
-def _read_headers(headers: Sequence[tuple[str, bytes]], rules: RequestRules) -> _Headers | BadRecord:
+def _read_headers(headers: Sequence[tuple[str, bytes | None]], rules: RequestRules) -> _Headers | BadRecord:
     if len(headers) > rules.max_headers:
         return _bad(RecordRule.BAD_HEADER, f"the record has {len(headers)} headers, the limit is {rules.max_headers}")
-    passed: list[tuple[str, bytes]] = []
+    passed: list[tuple[str, bytes | None]] = []
     ours: dict[str, str] = {}
     total = 0
     for header in headers:
@@ -813,7 +808,7 @@ def _instant(text: str) -> datetime | None:
 
 
 def _open(
-    value: bytes | None, headers: Sequence[tuple[str, bytes]], rules: RequestRules
+    value: bytes | None, headers: Sequence[tuple[str, bytes | None]], rules: RequestRules
 ) -> tuple[bytes, _Headers] | BadRecord:
     """The value to be read and what the headers say."""
     if value is None:

@@ -33,6 +33,8 @@ _UNIT_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": HOUR_S, "d": 24 *
 _PART = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|min|s|m|h|d|w)\s*")
 _DURATION = re.compile(rf"(?:{_PART.pattern})+")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_FIRST = datetime.min.replace(tzinfo=UTC)
+_LAST = datetime.max.replace(microsecond=999_000, tzinfo=UTC)
 
 
 def parse_duration_s(text: str) -> float:
@@ -77,8 +79,14 @@ def parse_window_s(text: str) -> float:
 
 
 def from_ms(milliseconds: int) -> datetime:
-    """The instant of a Kafka timestamp (milliseconds since the epoch)."""
-    return datetime.fromtimestamp(milliseconds / 1000, UTC)
+    """The instant of a Kafka timestamp (milliseconds since the epoch); what no calendar year holds is cut to 1 or 9999.
+
+    A timestamp is whatever the producer wrote, and no outcome may fail to be rendered for it.
+    """
+    try:
+        return datetime.fromtimestamp(milliseconds / 1000, UTC)
+    except (ValueError, OverflowError, OSError):
+        return _LAST if milliseconds > 0 else _FIRST
 
 
 def to_ms(instant: datetime) -> int:

@@ -11,15 +11,17 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
-from batchferry.domain.errors import IllegalTransition
+from batchferry.domain.errors import IllegalTransition, StoreUnavailable
 from batchferry.domain.machine import (
     FINAL,
     Batch,
     BatchState,
+    CancelWanted,
     DeleteInput,
     Effect,
     Event,
     MachineSettings,
+    Poked,
     PollAnswered,
     Transition,
     begin,
@@ -33,6 +35,8 @@ RunEffect = Callable[[Batch, Effect], Awaitable[Event | None]]
 Changed = Callable[[Batch, Batch, Event], Awaitable[None]]
 
 HISTORY_LINES = 50
+REPEATED = (CancelWanted, Poked)
+"""News that is told again as long as it is true."""
 FAREWELL_S = 30.0
 """Real seconds that the deletion of a file gets when its batch is over: it is the last who knows of the file."""
 
@@ -71,10 +75,12 @@ class BatchActor:
         return self.batch.state in FINAL or self.batch.is_clean
 
     def post(self, event: Event) -> None:
-        """Put news into the mailbox. When it is full, repeated news is what fills it: the oldest is dropped."""
+        """Put news into the mailbox. When it is full, news that comes again by itself is dropped, else the oldest."""
         if self._mailbox.full():
-            self._mailbox.get_nowait()
             self._telemetry.event("mailbox_overflowed", batch_id=self.batch.batch_id)
+            if isinstance(event, REPEATED):
+                return
+            self._mailbox.get_nowait()
         self._mailbox.put_nowait(event)
 
     async def run(self) -> None:
@@ -181,6 +187,13 @@ class BatchActor:
         del self._history[:-HISTORY_LINES]
 
     async def _save(self, before: Batch | None, event: Event | None) -> None:
+        """Show the batch in the read model; it is for people only, so a full disk costs no more than that."""
+        try:
+            await self._write(before, event)
+        except StoreUnavailable:
+            self._telemetry.event("store_unavailable", what="batch_jobs")
+
+    async def _write(self, before: Batch | None, event: Event | None) -> None:
         batch = self.batch
         await self._store.save_batch(
             {

@@ -7,19 +7,27 @@ replica owns) come to, and which holds stand. It is small: lots and offset sets,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 
 from batchferry.domain import control
 from batchferry.domain.errors import KafkaUnavailable, LedgerTooNew
 from batchferry.domain.ids import BatchId, LotId
 from batchferry.domain.ledger import Lot
 from batchferry.domain.partition import PartitionLedger
-from batchferry.ports import Clock, KafkaPort, LogTail, OutRecord, PlainProducer, Record, Telemetry
+from batchferry.ports import Clock, KafkaPort, LogMark, LogTail, OutRecord, PlainProducer, Record, Telemetry
+from batchferry.telemetry import error_fields
 
 POLL_TIMEOUT_MS = 500
 RETRY_PAUSE_S = 2.0
 """Real seconds between two attempts to follow the topics when the broker does not answer."""
 CATCH_UP_TIMEOUT_S = 60.0
+OUTBOX_RECORDS = 5_000
+"""Most events waiting for the broker, about a kilobyte each; beyond that the oldest go."""
+SEND_RECORDS = 500
+"""Most events of one sending."""
+FAREWELL_S = 2.0
+"""Real seconds that the events still waiting get at a stop."""
 
 
 class FleetView:
@@ -40,6 +48,10 @@ class FleetView:
         self._connecting = asyncio.Lock()
         self._reached_end = asyncio.Event()
         self._rounds = asyncio.Condition()
+        self._outbox: deque[OutRecord] = deque()
+        self._sender: asyncio.Task[None] | None = None
+        self._unsent = 0
+        """Events given up since that was last told."""
         self.changed = asyncio.Event()
         """Set whenever a control record came in; waiters clear it."""
 
@@ -49,13 +61,19 @@ class FleetView:
             tail = self._kafka.tail()
             try:
                 await tail.start([self._ledger_topic, self._control_topic])
+                started, records = asyncio.get_running_loop().time(), 0
                 self._ledgers.clear()
                 self._tail = tail
+                # Marked once: the fleet writes without a pause, and an end that moves along is never reached.
+                mark = await tail.mark()
                 while True:
                     for record in await tail.poll(POLL_TIMEOUT_MS):
                         self._take(record)
-                    if not self._reached_end.is_set() and await tail.caught_up():
+                        records += 1
+                    if not self._reached_end.is_set() and tail.reached(mark):
                         self._reached_end.set()
+                        took_s = asyncio.get_running_loop().time() - started
+                        self._telemetry.event("fleet_caught_up", records=records, duration_s=round(took_s, 3))
                     async with self._rounds:
                         self._rounds.notify_all()
             except KafkaUnavailable:
@@ -98,8 +116,13 @@ class FleetView:
         """
         try:
             async with asyncio.timeout(CATCH_UP_TIMEOUT_S):
+                marked: LogTail | None = None
+                mark: LogMark = {}
                 while True:
-                    if self._tail is not None and await self._tail.caught_up():
+                    tail = self._tail
+                    if tail is not None and tail is not marked:  # the first, or a new one that reads all again
+                        mark, marked = await tail.mark(), tail
+                    if marked is not None and marked is self._tail and marked.reached(mark):
                         return
                     async with self._rounds:
                         await self._rounds.wait()
@@ -132,13 +155,54 @@ class FleetView:
         except KafkaUnavailable:
             self._telemetry.event("kafka_unavailable", what="control record")
 
-    async def send(self, records: list[OutRecord]) -> None:
-        """Publish records that state no ledger fact (batch events); best effort."""
-        try:
-            producer = await self._connected()
-            await producer.send(records)
-        except KafkaUnavailable:
-            self._telemetry.event("kafka_unavailable", what="events")
+    async def send(self, records: Sequence[OutRecord]) -> None:
+        """Publish records that state no ledger fact (batch events), in their order; best effort.
+
+        Returns at once: a batch never waits for its events. While the broker is away the last ``OUTBOX_RECORDS`` are
+        kept for it; one that was sent and not acknowledged may then be there twice, under the same id.
+        """
+        self._outbox.extend(records)
+        self._give_up(len(self._outbox) - OUTBOX_RECORDS)
+        if self._outbox and (self._sender is None or self._sender.done()):
+            self._sender = asyncio.create_task(self._send_waiting(), name="events")
+            self._sender.add_done_callback(self._sender_done)
+
+    async def _send_waiting(self) -> None:
+        while self._outbox:
+            records = [self._outbox.popleft() for _ in range(min(len(self._outbox), SEND_RECORDS))]
+            try:
+                producer = await self._connected()
+                await producer.send(records)
+            except KafkaUnavailable:
+                self._telemetry.event("kafka_unavailable", what="events")
+                self._outbox.extendleft(reversed(records))
+                self._give_up(len(self._outbox) - OUTBOX_RECORDS)
+                self._tell_unsent()
+                await asyncio.sleep(RETRY_PAUSE_S)
+            else:
+                self._tell_unsent()
+
+    def _sender_done(self, task: asyncio.Task[None]) -> None:
+        if self._sender is task:
+            self._sender = None
+        if not task.cancelled() and (error := task.exception()) is not None:  # our bug; it costs events, no more
+            self._telemetry.count("tasks_failed", task="events")
+            self._telemetry.event("task_failed", task="events", **error_fields(error))
+
+    def _give_up(self, records: int) -> None:
+        """Drop so many of the oldest; none when negative."""
+        if records <= 0:
+            return
+        for _ in range(records):
+            self._outbox.popleft()
+        self._unsent += records
+        self._telemetry.count("events_dropped", records)
+
+    def _tell_unsent(self) -> None:
+        """Say once a sending how many events went meanwhile."""
+        if self._unsent:
+            self._telemetry.event("events_dropped", records=self._unsent)
+            self._unsent = 0
 
     async def _connected(self) -> PlainProducer:
         """The one producer; several tasks may be the first to want it."""
@@ -150,7 +214,14 @@ class FleetView:
             return self._producer
 
     async def stop(self) -> None:
-        """Give up the producer; ``run`` is ended by cancelling its task."""
+        """Send what waits, within ``FAREWELL_S``, and give up the producer; ``run`` is ended by cancelling its task."""
+        sender = self._sender
+        if sender is not None:
+            await asyncio.wait([sender], timeout=FAREWELL_S)
+            sender.cancel()
+            await asyncio.gather(sender, return_exceptions=True)
+        self._give_up(len(self._outbox))
+        self._tell_unsent()
         if self._producer is not None:
             await self._producer.stop()
             self._producer = None

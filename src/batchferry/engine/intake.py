@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from datetime import datetime
-from typing import cast
+from typing import Any, cast
 
 from batchferry.config import Settings
 from batchferry.domain.accumulator import Accumulator, Sealed, SealReason
@@ -62,7 +62,6 @@ class Intake:
         providers: Mapping[str, BatchProvider],
         tasks: Mapping[int, PartitionTask],
         new_batch: NewBatch,
-        is_held: Callable[[BatchKey], bool],
     ) -> None:
         self._settings = settings
         self._limits = settings.limits
@@ -77,7 +76,6 @@ class Intake:
         self._head_bytes = max((len(one.line_head("w" * WIRE_ID_CHARS)) for one in providers.values()), default=0)
         self._tasks = tasks
         self._new_batch = new_batch
-        self._is_held = is_held
         self.accumulator = Accumulator(self._limits.max_open_keys)
         self._lock = asyncio.Lock()
         self._is_paused = False
@@ -85,17 +83,16 @@ class Intake:
         self._stopping = False
         self.last_poll_at = 0.0
         """Real seconds (event loop time) when the last poll returned; the watchdog reads it."""
-        self.indexed_rows = 0
 
     # --------------------------------------------------------------------------------------------- reading
 
     async def run(self) -> None:
-        """Poll until stopped. The poll itself is never cancelled: it would break the client's supervision."""
+        """Poll until stopped."""
         loop = asyncio.get_running_loop()
         while not self._stopping:
             try:
-                polled = await asyncio.shield(
-                    self._consumer.poll(self._limits.poll_records, 0 if self._is_catching_up else POLL_TIMEOUT_MS)
+                polled = await self._consumer.poll(
+                    self._limits.poll_records, 0 if self._is_catching_up else POLL_TIMEOUT_MS
                 )
             except KafkaUnavailable:
                 # Nothing was handed over and no position moved: the same records come with a later poll.
@@ -103,11 +100,14 @@ class Intake:
                 await asyncio.sleep(KAFKA_PAUSE_S)
                 continue
             self.last_poll_at = loop.time()
+            # Records belong to the lives that asked for them. A partition may be lost and restored while another one's
+            # records are taken; its next life reads from its own position and must not see these.
+            lives = {partition: self._tasks.get(partition) for partition in polled}
             taken = 0
             for partition, records in polled.items():
-                task = self._tasks.get(partition)
+                task = lives[partition]
                 if task is None or not task.is_live:
-                    continue  # the partition moved while the records were on their way
+                    continue
                 taken += len(records)
                 await self._take_safely(task, records)
             for partition, position in self._consumer.lost_positions().items():
@@ -123,38 +123,59 @@ class Intake:
         self._stopping = True
 
     async def _take_safely(self, task: PartitionTask, records: Sequence[Record]) -> None:
+        with contextlib.suppress(PartitionLost):
+            await self._or_give_up(self._take(task, records))
+
+    async def _or_give_up(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work; when the disk does not take it, end the life of every partition.
+
+        What was half written cannot be told from what was not, and a batch has rows of several partitions. All of it
+        is a cache: the next lives read it again, after a pause.
+        """
         try:
-            await self._take(task, records)
+            await work
         except StoreUnavailable:
-            # What was half taken cannot be trusted. All of it is a cache: the partition's next life reads it again.
-            self._telemetry.event("store_unavailable", partition=task.partition)
+            self._telemetry.event("store_unavailable")
+            for task in list(self._tasks.values()):
+                task.lose("the local disk does not take what we write")
             await asyncio.sleep(STORE_PAUSE_S)
-            task.lose("the local disk does not take what we write")
-        except PartitionLost:
-            return
 
     async def _take(self, task: PartitionTask, records: Sequence[Record]) -> None:
         now = self._clock.now()
         now_ms = round(now.timestamp() * 1000)
-        async with self._lock:
-            batches, refused = await self._spool(task, records, now, now_ms)
-        for batch in batches:
+        batches: list[SealedBatch] = []
+        refused: list[Settlement] = []
+        try:
+            async with self._lock:
+                await self._spool(task, records, now, now_ms, batches, refused)
+        except PartitionLost:
+            refused.clear()
+        for batch in batches:  # they have rows of other partitions too
             await self._new_batch(batch)
         if refused:
             await task.settle(refused)
 
     async def _spool(
-        self, task: PartitionTask, records: Sequence[Record], now: datetime, now_ms: int
-    ) -> tuple[list[SealedBatch], list[Settlement]]:
+        self,
+        task: PartitionTask,
+        records: Sequence[Record],
+        now: datetime,
+        now_ms: int,
+        batches: list[SealedBatch],
+        refused: list[Settlement],
+    ) -> None:
+        """Take the records of one partition in; sealed batches and refusals are added to the two lists.
+
+        Raises:
+            PartitionLost: the partition's life ended while a batch was being closed; nothing of it is left here.
+        """
         partition = task.partition
         ledger = task.ledger
         accept = self._source.accept
         add = self.accumulator.add
         renderers = {name: provider.render_line for name, provider in self._providers.items()}
         rows: list[IndexRow] = []
-        refused: list[Settlement] = []
         pending: dict[BatchKey, list[tuple[int, bytes]]] = {}
-        batches: list[SealedBatch] = []
         held = ledger.held() if records and records[0].offset < task.known_until else None
         expected = task.next_offset
         skew_s = self._limits.max_clock_skew_s
@@ -210,16 +231,21 @@ class Intake:
                         line = b""
                     self._append(partition, pending)
                     batches.append(await self._close(closed))
+                    if not task.is_live:  # its rows were dropped meanwhile; adding more would outlive it
+                        self.accumulator.drop_partition(partition)
+                        raise PartitionLost(partition, task.lost_reason)
                 if line:
                     pending.setdefault(key, []).append((offset, line))
         finally:
-            self._append(partition, pending)
-            if rows:
-                await self._store.put_rows(partition, rows)
-                self.indexed_rows += len(rows)
-            task.next_offset = max(task.next_offset, expected)
+            if task.is_live:
+                self._append(partition, pending)
+                if rows:
+                    await self._store.put_rows(partition, rows)
+                task.next_offset = max(task.next_offset, expected)
+        size_bytes = sum([len(record.value or b"") for record in records])
         self._telemetry.count("records_read", len(records))
-        return batches, refused
+        self._telemetry.count("record_bytes", size_bytes)
+        self._telemetry.event("records_read", partition=partition, records=len(records), bytes=size_bytes)
 
     def _append(self, partition: int, pending: dict[BatchKey, list[tuple[int, bytes]]]) -> None:
         for key, lines in pending.items():
@@ -252,7 +278,7 @@ class Intake:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SEAL_TICK_S):
                     await self._clock.sleep(wait_s + SEAL_SLACK_S)
-            await self.seal_due()
+            await self._or_give_up(self.seal_due())
 
     async def seal_due(self) -> None:
         """Seal every open batch whose time has come; one that a backlog still streams into waits a little."""
@@ -266,6 +292,9 @@ class Intake:
 
     async def flush(self, key_digest: str | None, before: datetime) -> None:
         """Seal the open batches of a key (or all) that hold a row from before this instant."""
+        await self._or_give_up(self._flush(key_digest, before))
+
+    async def _flush(self, key_digest: str | None, before: datetime) -> None:
         before_ms = before.timestamp() * 1000
         async with self._lock:
             keys = [
@@ -309,24 +338,38 @@ class Intake:
 
     # ------------------------------------------------------------------------------------------ back-pressure
 
+    @property
+    def indexed_rows(self) -> int:
+        """Rows the local index holds."""
+        return self._store.indexed_rows
+
     async def _mind_the_bounds(self) -> None:
-        spooled = self._store.spooled_bytes
-        self._telemetry.gauge("spool_bytes", spooled)
+        spooled, indexed = self._store.spooled_bytes, self.indexed_rows
+        gauge = self._telemetry.gauge
+        gauge("spool_bytes", spooled)
+        gauge("indexed_rows", indexed)
         limits = self._limits
-        if not self._is_paused and (spooled >= limits.spool_high_bytes or self.indexed_rows >= limits.max_index_rows):
-            async with self._lock:
-                closed = self.accumulator.seal_largest()
-                batch = None if closed is None else await self._close(closed)
-            if batch is not None:
-                await self._new_batch(batch)
+        if not self._is_paused and (spooled >= limits.spool_high_bytes or indexed >= limits.max_index_rows):
             self._is_paused = True
-            self._telemetry.event("consumption_paused", spool_bytes=spooled, indexed_rows=self.indexed_rows)
-        elif self._is_paused and spooled < limits.spool_low_bytes and self.indexed_rows < limits.max_index_rows:
+            self._telemetry.event("consumption_paused", spool_bytes=spooled, indexed_rows=indexed)
+        elif self._is_paused and spooled < limits.spool_low_bytes and indexed < limits.max_index_rows:
             self._is_paused = False
-            self._telemetry.event("consumption_resumed", spool_bytes=spooled, indexed_rows=self.indexed_rows)
+            self._telemetry.event("consumption_resumed", spool_bytes=spooled, indexed_rows=indexed)
             for partition, task in self._tasks.items():
                 if task.is_live:
                     self._consumer.resume(partition)
         if self._is_paused:
+            await self._or_give_up(self._make_room(spooled))
             self._consumer.pause([partition for partition, task in self._tasks.items() if task.is_live])
-        self._telemetry.gauge("consumption_is_paused", 1 if self._is_paused else 0)
+        gauge("consumption_is_paused", 1 if self._is_paused else 0)
+
+    async def _make_room(self, spooled: int) -> None:
+        """Seal the largest open batch early, one a round, until what is sealed will bring the spool below its mark."""
+        sealed_bytes = spooled - self.accumulator.bytes
+        if sealed_bytes >= spooled - self._limits.spool_low_bytes:
+            return
+        async with self._lock:
+            closed = self.accumulator.seal_largest()
+            batch = None if closed is None else await self._close(closed)
+        if batch is not None:
+            await self._new_batch(batch)

@@ -17,9 +17,10 @@ its lot still holds the row.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -38,7 +39,7 @@ from batchferry.domain.reconcile import Reconciliation, Whose
 from batchferry.domain.retry import KEPT, Action, RetryPolicy, carry_attempts, decide
 from batchferry.domain.rows import ResultLine, RowClass, UnreadableLine
 from batchferry.engine.holds import Holds
-from batchferry.engine.outcomes import OutcomeWriter
+from batchferry.engine.outcomes import OutcomeWriter, sample
 from batchferry.engine.partition import PartitionTask, Settlement
 from batchferry.engine.routing import Router, retry_policy
 from batchferry.engine.rowsource import RowSource
@@ -49,6 +50,10 @@ READ_BYTES = 1024 * 1024
 MAX_LINE_BYTES = 64 * 1024 * 1024
 """Of a longer line only the beginning is kept: it counts as unreadable, and memory stays bounded."""
 CHUNK_ROWS = 500
+CHUNK_BYTES = 4 * 1024 * 1024
+"""Answers that wait in memory for their way to the settle queue, one read more at most."""
+PACK_TOKENS = "pack_tokens"
+"""Member of a waiting lot: a provider had no room for more, so a batch of its rows holds at most so many tokens."""
 MAX_LINKS = 128
 """A span links to at most so many requests."""
 ORIGINALS_AT_ONCE = 200
@@ -122,6 +127,8 @@ class LandingMemory:
     tally: BatchTally = field(default_factory=BatchTally)
     parents: list[bytes] = field(default_factory=list)
     """``traceparent`` of some of the requests, for the batch's span."""
+    lost: dict[int, OffsetSet] = field(default_factory=dict)
+    """Rows whose records the input topic has deleted, as far as that has been told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,17 +184,59 @@ class Landing:
             try:
                 for number, file_id in enumerate(file_ids):
                     path = self._store.download_path(batch_id, f"result{number}")
+                    file_kind = "output" if file_id == snapshot.output_file_id else "error"
+                    started = asyncio.get_running_loop().time()
                     fetched = await provider.download(file_id, path)
                     if isinstance(fetched, CallFailed):
                         if not effect.is_last_chance or fetched.kind.value != "not_found":
+                            self._telemetry.event(
+                                "batch_results_unavailable",
+                                batch_id=batch_id,
+                                file_kind=file_kind,
+                                reason=fetched.kind.value,
+                            )
                             return ResultsUnavailable(fetched)
-                        self._telemetry.event("result_file_gone", batch_id=batch_id)
+                        self._telemetry.event("result_file_gone", batch_id=batch_id, file_kind=file_kind)
                         continue
+                    self._telemetry.event(
+                        "batch_downloaded",
+                        batch_id=batch_id,
+                        file_kind=file_kind,
+                        file_id=file_id,
+                        bytes=fetched.size_bytes,
+                        sha256=fetched.sha256,
+                        duration_s=round(asyncio.get_running_loop().time() - started, 3),
+                    )
                     paths.append(path)
-                return await self._read(batch_id, lots, effect, provider, memory, paths, counted)
+                started_at = self._clock.now()
+                event = await self._read(batch_id, lots, effect, provider, memory, paths, counted)
+                self._tell_span(batch_id, lots, snapshot, memory, started_at)
+                return event
             finally:
                 for path in paths:
                     path.unlink(missing_ok=True)
+
+    def _tell_span(
+        self, batch_id: BatchId, lots: OwnLots, snapshot: BatchSnapshot, memory: LandingMemory, started_at: datetime
+    ) -> None:
+        lot = next(iter(lots.values()))[1]
+        succeeded = memory.tally.rows(RowClass.SUCCEEDED)
+        self._telemetry.batch_span(
+            "batch land",
+            {
+                "batch_id": batch_id,
+                "provider_batch_id": snapshot.provider_batch_id,
+                "account": lot.key.account,
+                "endpoint": lot.key.endpoint,
+                "model": lot.key.model,
+                "rows": sum(own.own_rows for _, own in lots.values()),
+                "status": snapshot.raw_status,
+                "succeeded": succeeded,
+                "failed": memory.tally.all_rows - succeeded,
+                "started_at": started_at,
+                "ended_at": self._clock.now(),
+            },
+        )
 
     # --------------------------------------------------------------------------------------------- reading
 
@@ -203,8 +252,11 @@ class Landing:
     ) -> Event:
         for partition, (task, lot) in lots.items():
             gone = await self._source.index(partition, task.ledger.unsettled(lot.offsets))
-            if gone:
-                self._telemetry.event("input_lost", partition=partition, rows=len(gone))
+            new = gone - memory.lost.get(partition, OffsetSet())
+            if new:  # another reading of the same files finds the same rows
+                memory.lost[partition] = gone
+                self._telemetry.count("input_lost_records", len(new))
+                self._telemetry.event("input_lost", partition=partition, rows=len(new))
         memory.tally = BatchTally()
         join = Reconciliation(
             {partition: lot for partition, (_, lot) in lots.items()},
@@ -218,20 +270,40 @@ class Landing:
             for task, _ in lots.values():
                 if task.is_live:
                     await task.flush()
+            incomplete = ""
+            if join.lines + first.unnamed < counted and not effect.is_last_chance:
+                incomplete = "fewer_lines_than_counted"
+                self._telemetry.event(
+                    "batch_incomplete", batch_id=batch_id, lines=join.lines + first.unnamed, counted=counted
+                )
+            absent = {partition: join.absent(partition) for partition in lots}
+            absent = {partition: rows for partition, rows in absent.items() if rows}
+            absent_class = self._class_of_absent(effect, memory, absent)
+            if absent_class is None:
+                incomplete = incomplete or "rows_absent"
+            elif absent and not incomplete:
+                await self._settle_absent(first, absent, absent_class, again)
         except PartitionLost:
             # One partition has moved on; the others are read again from the start, which skips what is settled.
             return ResultsIncomplete("partition_moved")
-        incomplete = ""
-        if join.lines + first.unnamed < counted and not effect.is_last_chance:
-            incomplete = "fewer_lines_than_counted"
-        absent = {partition: join.absent(partition) for partition in lots}
-        absent = {partition: rows for partition, rows in absent.items() if rows}
-        absent_class = self._class_of_absent(effect, memory, absent)
-        if absent_class is None:
-            incomplete = incomplete or "rows_absent"
-        elif absent and not incomplete:
-            await self._settle_absent(first, absent, absent_class, again)
+        finally:
+            self._tell_lines(first)
         return await self._finish(first, again, incomplete)
+
+    def _tell_lines(self, first: _FirstPass) -> None:
+        """What the lines of one reading were. A file that is read again is counted again."""
+        join, unreadable = first.join, first.unreadable
+        matched = join.lines - join.again - join.siblings - join.foreign
+        by_kind = {
+            "matched": matched - unreadable[Whose.OURS],
+            "duplicate": join.again - unreadable[Whose.AGAIN],
+            "sibling": join.siblings - unreadable[Whose.SIBLING],
+            "foreign": join.foreign - unreadable[Whose.FOREIGN],
+            "unreadable": first.unnamed + unreadable.total(),
+        }
+        for kind, lines in by_kind.items():
+            if lines:
+                self._telemetry.count("result_lines", lines, kind=kind)
 
     def _class_of_absent(
         self, effect: LandResults, memory: LandingMemory, absent: Mapping[int, OffsetSet]
@@ -254,7 +326,7 @@ class Landing:
     async def _first_pass(self, first: _FirstPass, provider: BatchProvider, number: int, path: Path) -> None:
         endpoint = first.endpoint
         chunk: dict[int, list[tuple[int, ResultLine]]] = {}
-        rows = 0
+        rows = size_bytes = 0
         line_number = 0
         async for places in read_lines(path):
             for position, line in places:
@@ -279,11 +351,12 @@ class Landing:
                     first.failing.pop(where, None)
                     chunk.setdefault(match.wire.partition, []).append((match.wire.offset, parsed))
                     rows += 1
+                    size_bytes += len(line)
                 else:
                     first.failing[where] = _Place(number, position, len(line))
-            if rows >= CHUNK_ROWS:
+            if rows >= CHUNK_ROWS or size_bytes >= CHUNK_BYTES:
                 await self._settle_successes(first, chunk)
-                chunk, rows = {}, 0
+                chunk, rows, size_bytes = {}, 0, 0
         if rows:
             await self._settle_successes(first, chunk)
 
@@ -295,6 +368,7 @@ class Landing:
             first.unnamed += 1
             return
         match = first.join.match(line.wire_id)
+        first.unreadable[match.whose] += 1
         if match.whose in {Whose.OURS, Whose.AGAIN} and match.wire is not None:
             where = (match.wire.partition, match.wire.offset)
             if match.wire.offset not in first.succeeded[match.wire.partition] and where not in first.failing:
@@ -315,11 +389,15 @@ class Landing:
                 if not ledger.is_settled(offset)
             ]
             settlements = self._outcomes.results(task, lot, answered, first.snapshot, self._clock.now())
-            if any(self._outcomes.is_too_large(line) for _, line in lines):
+            results = self._settings.topics.results
+            # The second question is for rows that an earlier reading has settled: of those only the line is left.
+            if any(one.record.topic != results for one in settlements) or any(
+                self._outcomes.is_too_large(line) for _, line in lines
+            ):
                 first.tally.keep_files.add(partition)
             for row, _, _ in answered:
                 if row.headers and len(first.memory.parents) < MAX_LINKS:
-                    first.memory.parents.extend(value for name, value in row.headers if name == "traceparent")
+                    first.memory.parents.extend(value for name, value in row.headers if name == "traceparent" and value)
             await task.settle(settlements)
 
     # ------------------------------------------------------------------------------------------ failing rows
@@ -334,7 +412,7 @@ class Landing:
             by_partition.setdefault(partition, []).append((offset, place))
         for partition, places in by_partition.items():
             places.sort()
-            for some in _batches(places, ORIGINALS_AT_ONCE):
+            for some in _batches(places, ORIGINALS_AT_ONCE, lambda one: one[1].length):
                 lines = await asyncio.to_thread(_read_places, paths, [place for _, place in some])
                 failed: list[tuple[int, ResultLine]] = []
                 for (offset, _), raw in zip(some, lines, strict=True):
@@ -396,6 +474,7 @@ class Landing:
                 settlements.append(
                     self._outcomes.failure(task, lot, row, line, originals.get(offset), first.snapshot, now)
                 )
+        self._outcomes.tell_turnaround(sample(list(known.values())), now)
         await task.settle(settlements)
 
     async def _settle_absent(
@@ -407,6 +486,7 @@ class Landing:
     ) -> None:
         for partition, rows in absent.items():
             if row_class is RowClass.MISSING:
+                self._telemetry.count("missing_rows", len(rows))
                 self._telemetry.event("rows_missing", batch_id=first.batch_id, partition=partition, rows=len(rows))
             for some in _batches(list(rows), ORIGINALS_AT_ONCE):
                 lines = [
@@ -432,12 +512,13 @@ class Landing:
                 )
             except PartitionLost:
                 continue  # whoever has it now reads the files itself
-            for heir in handed_on:
-                self._telemetry.event(
-                    "rows_retried", batch_id=first.batch_id, partition=partition, rows=len(heir.offsets)
-                )
+            self._tell_retried(first.batch_id, partition, handed_on, ended_in)
             if tally is not None and task.ledger.lots.get(lot.lot_id, lot).is_at_provider:
                 unfinished = "rows_left"
+            elif tally is not None:  # the lot is DONE: that happens once
+                self._telemetry.count("tokens", tally.usage.input_tokens, kind="input")
+                self._telemetry.count("tokens", tally.usage.output_tokens, kind="output")
+                self._telemetry.count("tokens", tally.usage.cached_tokens, kind="cached")
         wish = self._holds.cancel_wish(first.batch_id)
         if wish is not None and wish.rows == "hold" and again:
             await self._holds.place_for_operator(first.key, "cancelled")
@@ -447,6 +528,23 @@ class Landing:
             return ResultsIncomplete(incomplete or unfinished)
         return ResultsRead()
 
+    def _tell_retried(
+        self, batch_id: BatchId, partition: int, heirs: Sequence[Lot], ended_in: Mapping[RowClass, OffsetSet]
+    ) -> None:
+        for heir in heirs:
+            for row_class, rows in ended_in.items():
+                again = len(rows & heir.offsets)
+                if again:
+                    self._telemetry.count("rows_retried", again, **{"class": row_class.value})
+                    self._telemetry.event(
+                        "rows_retried",
+                        batch_id=batch_id,
+                        partition=partition,
+                        row_class=row_class.value,
+                        rows=again,
+                        submission=heir.submission,
+                    )
+
     def _heirs(
         self,
         task: PartitionTask,
@@ -454,8 +552,13 @@ class Landing:
         ended_in: Mapping[RowClass, OffsetSet],
         delay_s: float | None,
         ledger: PartitionLedger,
+        *,
+        max_tokens: int | None = None,
     ) -> list[Lot]:
-        """The waiting lot of a lot's rows that travel again; only rows the lot still holds."""
+        """The waiting lot of a lot's rows that travel again; only rows the lot still holds.
+
+        ``max_tokens``: estimated tokens of a batch they may be part of.
+        """
         held = ledger.held_by(lot.lot_id)
         mine = {row_class: rows & held for row_class, rows in ended_in.items()}
         rows = OffsetSet()
@@ -465,7 +568,8 @@ class Landing:
             return []
         counted = {row_class: some for row_class, some in mine.items() if row_class not in KEPT}
         wait_s = self._policy(lot.key).backoff_s if delay_s is None else delay_s
-        return [waiting_lot(task, ledger, [lot], rows, counted, self._clock, wait_s)]
+        heir = waiting_lot(task, ledger, [lot], rows, counted, self._clock, wait_s)
+        return [heir if max_tokens is None else replace(heir, extra={PACK_TOKENS: max_tokens})]
 
     def _policy(self, key: BatchKey) -> RetryPolicy:
         routed = self._router.for_key(key)
@@ -480,6 +584,15 @@ class Landing:
         tally = memory.tally = BatchTally()
         key = next(iter(lots.values()))[1].key
         kinds = {error: provider.classify_batch_error(error) for error in snapshot.errors}
+        self._telemetry.event(
+            "batch_failed_whole",
+            batch_id=batch_id,
+            provider_batch_id=snapshot.provider_batch_id,
+            codes=sorted({error.code for error in snapshot.errors}),
+            lines=sum(1 for error in snapshot.errors if error.line is not None),
+            rows=sum(lot.own_rows for _, lot in lots.values()),
+        )
+        max_tokens: int | None = None
         named: dict[int, list[tuple[int, LineError]]] = {}
         has_row_errors = False
         for error, kind in kinds.items():
@@ -497,6 +610,8 @@ class Landing:
             await self._holds.place_account(key, "account")
         elif BatchErrorKind.TOKEN_LIMIT in seen:
             await self._holds.place_key(key, "token_limit_exceeded")
+            # The same rows at once may be too many for ever: half as many travel next, and half again after that.
+            max_tokens = max(1, next(iter(lots.values()))[1].tokens // 2)
         elif BatchErrorKind.MODEL in seen and not has_row_errors:
             await self._holds.place_key(key, "model_unavailable")
         elif not has_row_errors and BatchErrorKind.FILE_MISSING not in seen:
@@ -529,14 +644,15 @@ class Landing:
         for partition, (task, lot) in lots.items():
             ended_in = again.get(partition, {})
             try:
-                await task.finish_lot(
+                handed_on = await task.finish_lot(
                     lot.lot_id,
-                    partial(self._heirs, task, lot, ended_in, delay_s),
+                    partial(self._heirs, task, lot, ended_in, delay_s, max_tokens=max_tokens),
                     tally.of(partition),
                     self._outcomes.landed_event(task, lot, snapshot, tally.of(partition), self._clock.now()),
                 )
             except PartitionLost:
                 continue
+            self._tell_retried(batch_id, partition, handed_on, ended_in)
         return ResultsRead()
 
 
@@ -558,6 +674,8 @@ class _FirstPass:
         self.failing: dict[tuple[int, int], _Place] = {}
         self.unnamed = 0
         """Unreadable lines in which not even a wire id could be seen."""
+        self.unreadable: Counter[Whose] = Counter()
+        """The other unreadable lines, by whose they are."""
 
 
 def waiting_lot(
@@ -639,6 +757,14 @@ def _read_places(paths: Sequence[Path], places: Sequence[_Place]) -> list[bytes]
     return lines
 
 
-def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
+def _batches(items: Sequence[T], size: int, bytes_of: Callable[[T], int] = lambda _: 0) -> Iterator[Sequence[T]]:
+    """The items in pieces of at most ``size`` and, but for a larger one alone, ``CHUNK_BYTES``."""
+    start = size_bytes = 0
+    for end, item in enumerate(items):
+        more_bytes = bytes_of(item)
+        if end > start and (end - start >= size or size_bytes + more_bytes > CHUNK_BYTES):
+            yield items[start:end]
+            start, size_bytes = end, 0
+        size_bytes += more_bytes
+    if start < len(items):
+        yield items[start:]

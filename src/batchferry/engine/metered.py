@@ -114,9 +114,7 @@ class MeteredProvider:
             self._telemetry.observe("provider_call_seconds", loop.time() - started, call=call)
         if isinstance(got, CallFailed) and got.kind is CallFailure.THROTTLED:
             self._telemetry.count("provider_throttled", account=self.name)
-            self._telemetry.event(
-                "provider_throttled", account=self.name, call=call, retry_after_s=got.retry_after_s
-            )
+            self._telemetry.event("provider_throttled", account=self.name, call=call, retry_after_s=got.retry_after_s)
         self._watch_clock()
         return got
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from batchferry.config import Settings
 from batchferry.domain import machine as m
@@ -52,6 +52,7 @@ ENVELOPE_BYTES = 4096
 
 
 _NO_ATTEMPTS: Mapping[str, int] = {}
+T = TypeVar("T")
 
 
 class RowPrice(NamedTuple):
@@ -125,10 +126,12 @@ class OutcomeWriter:
         topic = self._topics.results
         limit = self._max_bytes[topic]
         partition = self._partition(topic, task.partition)
+        facts = self._facts(lot, snapshot, now)
+        now_ms = now.timestamp() * 1000
         settlements = []
         plain = 0
         for row, line, price in answered:
-            context = self._context(task, lot, row, snapshot, now, line.wire_id)
+            context = self._context(task, lot, row, facts, now_ms, line.wire_id)
             value = render_result(context, line, price.price)
             headers = outcome_headers(context, "succeeded", now, _traced(row.headers))
             key = _key(row)
@@ -146,6 +149,7 @@ class OutcomeWriter:
             self._counts["rows", "class", RowClass.SUCCEEDED.value] += plain
             self._counts["records", "outcome", "succeeded"] += plain
             self._counts["deadlines", "met", "yes"] += plain
+        self.tell_turnaround([row for row, _, _ in sample(answered)], now)
         return settlements
 
     def _too_large(
@@ -163,6 +167,7 @@ class OutcomeWriter:
         body = line.body or b""
         kept_at = self._keep_answer(lot, task.partition, row.offset, body)
         limit = self._max_bytes[self._topics.results]
+        self._telemetry.count("outcomes_too_large")
         self._telemetry.event(
             "outcome_too_large",
             batch_id=lot.lot_id,
@@ -235,7 +240,7 @@ class OutcomeWriter:
         now: datetime,
     ) -> Settlement:
         """A final failure; it counts only while ``lot`` still holds the row."""
-        context = self._context(task, lot, row, snapshot, now)
+        context = self._context(task, lot, row, self._facts(lot, snapshot, now), now.timestamp() * 1000)
         topic = self._topics.review_topic if line.row_class is RowClass.CONTENT_FILTERED else self._topics.failures
         self._told(row, line.row_class, now, line)
         record = self._failure_record(
@@ -258,7 +263,7 @@ class OutcomeWriter:
         remedy: str | None = None,
         duplicate_of: int | None = None,
     ) -> OutRecord:
-        passed = sum(len(name) + len(value) + 4 for name, value in row.headers)
+        passed = _size(row.headers)
         attempt_line = line if line is not None and line.body is not None else None
 
         def render(quote: Original | None, answer: ResultLine | None) -> bytes:
@@ -354,8 +359,8 @@ class OutcomeWriter:
         task: PartitionTask,
         lot: Lot,
         row: IndexRow,
-        snapshot: BatchSnapshot,
-        now: datetime,
+        facts: BatchFacts,
+        now_ms: float,
         wire_id: str = "",
     ) -> OutcomeContext:
         ledger_id = task.ledger_id
@@ -372,11 +377,11 @@ class OutcomeWriter:
             custom_id=row.custom_id or None,
             t0=from_ms(row.t0_ms),
             deadline=from_ms(row.deadline_ms),
-            deadline_met=now.timestamp() * 1000 <= row.deadline_ms,
+            deadline_met=now_ms <= row.deadline_ms,
             wire_id=wire_id or str(WireId(ledger_id, partition, row.offset, lot.submission)),
             submission=lot.submission,
             attempts=attempts,
-            batch=self._facts(lot, snapshot, now),
+            batch=facts,
             source_event=event_id_of(row.headers) if row.headers else None,
         )
 
@@ -414,6 +419,12 @@ class OutcomeWriter:
         if line is not None:
             for flag in line.flags:
                 counts["rows_flagged", "flag", flag.value] += 1
+
+    def tell_turnaround(self, rows: Sequence[IndexRow], now: datetime) -> None:
+        """Put the turnaround of some rows (a ``sample`` of a chunk) into the metrics."""
+        now_ms = now.timestamp() * 1000
+        for row in rows:
+            self._telemetry.observe("record_turnaround_seconds", max(0.0, now_ms - row.t0_ms) / 1000)
 
     def tell_counts(self) -> None:
         """Hand the counts gathered since the last call to the metrics: once a second, not once a row."""
@@ -518,6 +529,11 @@ class OutcomeWriter:
         return OutRecord(self._topics.events, lot.lot_id.encode(), value, headers)
 
 
+def sample(chunk: Sequence[T]) -> Sequence[T]:
+    """The first, the middle and the last of a chunk: what a histogram gets of it, as each value has its price."""
+    return chunk if len(chunk) <= 3 else (chunk[0], chunk[len(chunk) // 2], chunk[-1])
+
+
 @functools.lru_cache(maxsize=256)
 def _facts(
     batch_id: str,
@@ -570,5 +586,5 @@ def _shorter(quote: Original) -> Original:
 def _size(headers: Headers) -> int:
     size_bytes = 4 * len(headers)
     for name, value in headers:
-        size_bytes += len(name) + len(value)
+        size_bytes += len(name) + len(value or b"")  # a header may have no value; it goes on without one
     return size_bytes

@@ -43,6 +43,12 @@ GAP_PATIENCE_S = 5.0
 """Real seconds before offsets that hold no record get a transaction of their own."""
 
 
+SETTLE = "settle"
+"""The purpose of a transaction that publishes outcomes."""
+FENCED = "fenced"
+"""Stands in the reason of a ``PartitionLost`` that a newer owner caused."""
+QUEUED_CHUNKS = 4
+"""Whoever queues outcomes waits while as many bytes are queued as fill so many transactions."""
 RECORD_FRAME_BYTES = 200
 """Counted for a record's headers and framing."""
 
@@ -107,6 +113,8 @@ class RestoreFacts:
     log_end: int = 0
     lost: OffsetSet = field(default_factory=OffsetSet)
     """Unsettled offsets the log has deleted and that no provider has."""
+    ledger_records: int = 0
+    """Records of the ledger that were read."""
 
 
 class PartitionTask:
@@ -135,8 +143,8 @@ class PartitionTask:
         """The next offset the intake expects; everything below has been read, settled, or is in a lot."""
         self.known_until = 0
         """Offsets at and above this one cannot be in the ledger yet."""
-        self.packed_lots: set[LotId] = set()
-        """Waiting lots whose rows are in a sealed batch of this process already."""
+        self.packed_rows: dict[LotId, OffsetSet] = {}
+        """Rows of waiting lots that are in a sealed batch of this process already."""
         self._gaps = OffsetSet()
         self._gap_since: float | None = None
         self._clock = clock
@@ -149,11 +157,12 @@ class PartitionTask:
             places.requests_topic, partition, places.group, places.transactional_id(partition)
         )
         self._lock = asyncio.Lock()
-        self._queue: list[tuple[int, int, Settlement]] = []
+        self._queue: list[tuple[int, int, int, Settlement]] = []
+        """A heap of (flush, deadline, sequence, outcome): what is queued after a flush does not overtake it."""
+        self._flushes = 0
         self._sequence = 0
         self._queued_bytes = 0
-        self._settling = 0
-        self._flushing = False
+        self._settling: Sequence[tuple[int, int, int, Settlement]] = ()
         self._work = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
@@ -174,8 +183,11 @@ class PartitionTask:
             LedgerDamaged, LedgerTooNew: this ledger must not be touched by us.
         """
         await self._producer.init()
-        await self._transact([claim])
+        started_at = self._clock.now()
+        read = 0
+        await self._transact([claim], purpose="claim")
         async for records in reader.read_to_end(self._places.ledger_topic, self.partition):
+            read += len(records)
             for record in records:
                 if record.key is not None:
                     self._replay(record.key, record.value)
@@ -195,8 +207,20 @@ class PartitionTask:
         else:
             self._check_watermark(committed, log_end)
         if first:
-            await self._commit_entries(first, committed_offset=None)
-        facts = RestoreFacts(log_start, log_end, self._lost_input(log_start))
+            is_new = self.ledger.header is None
+            await self._commit_entries(first, committed_offset=None, purpose="claim")
+            if is_new:
+                self._telemetry.event("ledger_created", partition=self.partition, ledger_id=self.ledger_id)
+        self._telemetry.batch_span(
+            "restore",
+            {
+                "partition": self.partition,
+                "records": read,
+                "started_at": started_at,
+                "ended_at": self._clock.now(),
+            },
+        )
+        facts = RestoreFacts(log_start, log_end, self._lost_input(log_start), read)
         self.next_offset = max(self.ledger.first_open(), log_start)
         last = (self.ledger.settled | self.ledger.held()).last()
         self.known_until = max(self.ledger.watermark, 0 if last is None else last + 1)
@@ -248,9 +272,16 @@ class PartitionTask:
         return self.ledger.header.ledger_id
 
     async def commit(
-        self, plan: Callable[[PartitionLedger], Sequence[LedgerEntry]], records: Sequence[OutRecord] = ()
+        self,
+        plan: Callable[[PartitionLedger], Sequence[LedgerEntry]],
+        records: Sequence[OutRecord] = (),
+        *,
+        purpose: str = "ledger",
     ) -> Sequence[LedgerEntry]:
         """Make a plan against the ledger as it is now, and write it with ``records`` in one transaction.
+
+        Args:
+            purpose: under which the transaction is counted; one of a few words.
 
         Raises:
             PartitionLost: nothing was written, or (CommitUnknown) only the ledger can tell.
@@ -263,18 +294,28 @@ class PartitionTask:
                 return entries
             before = self.ledger.watermark
             after = next((entry.offset for entry in entries if isinstance(entry, Watermark)), before)
-            await self._commit_entries(entries, after if after != before else None, records)
+            await self._commit_entries(entries, after if after != before else None, records, purpose=purpose)
             return entries
 
     async def _commit_entries(
-        self, entries: Sequence[LedgerEntry], committed_offset: int | None, records: Sequence[OutRecord] = ()
+        self,
+        entries: Sequence[LedgerEntry],
+        committed_offset: int | None,
+        records: Sequence[OutRecord] = (),
+        *,
+        purpose: str,
     ) -> None:
-        await self._transact(entries, committed_offset, records)
+        await self._transact(entries, committed_offset, records, purpose=purpose)
         for entry in entries:
             self.ledger.apply(entry)
 
     async def _transact(
-        self, entries: Sequence[LedgerEntry], committed_offset: int | None = None, records: Sequence[OutRecord] = ()
+        self,
+        entries: Sequence[LedgerEntry],
+        committed_offset: int | None = None,
+        records: Sequence[OutRecord] = (),
+        *,
+        purpose: str,
     ) -> None:
         out = list(records)
         for entry in entries:
@@ -285,13 +326,18 @@ class PartitionTask:
             await self._producer.transact(out, committed_offset)
         except PartitionLost as error:
             self._telemetry.count("transactions_failed", reason=type(error).__name__)
+            if FENCED in error.reason:
+                self._telemetry.count("partitions_fenced")
+                self._telemetry.event("partition_fenced", partition=self.partition, reason=error.reason)
             self.lose(error.reason)
             raise
         except asyncio.CancelledError:
             # A transaction cut short leaves the producer in an unknown state: only the ledger can tell.
             self.lose("transaction cancelled")
             raise
-        self._telemetry.observe("settle_transaction_seconds", asyncio.get_running_loop().time() - started)
+        self._telemetry.count("transactions", purpose=purpose)
+        if purpose == SETTLE:
+            self._telemetry.observe("settle_transaction_seconds", asyncio.get_running_loop().time() - started)
 
     def _check_live(self) -> None:
         if not self.is_live:
@@ -307,7 +353,11 @@ class PartitionTask:
         """
         self._check_live()
         if asyncio.get_running_loop().time() - self._producer.last_transaction_at > max_age_s:
-            await self.commit(lambda ledger: [Watermark(ledger.watermark, self._clock.now())])
+            async with self._lock:
+                self._check_live()
+                watermark = Watermark(self.ledger.watermark, self._clock.now())
+                # The group's offset too, though it has not moved: the broker forgets one that is never renewed.
+                await self._commit_entries([watermark], watermark.offset, purpose="refresh")
 
     def lose(self, reason: str) -> None:
         """End this life of the partition: nothing is written any more; waiters are told. Twice is once."""
@@ -341,18 +391,20 @@ class PartitionTask:
     async def settle(self, settlements: Sequence[Settlement]) -> None:
         """Put outcomes on the settle queue; waits while it is full. They are durable after ``flush``.
 
+        Full is ``queue_rows`` outcomes or ``QUEUED_CHUNKS * chunk_bytes``, which the last one let in may exceed.
+
         Raises:
             PartitionLost: this life of the partition is over.
         """
         queue = self._queue
         for settlement in settlements:
-            if len(queue) >= self._limits.queue_rows:
+            while self._is_full:
                 self._work.set()
                 self._room.clear()
                 await self._room.wait()
             self._check_live()
             self._sequence += 1
-            heapq.heappush(queue, (settlement.deadline_ms, self._sequence, settlement))
+            heapq.heappush(queue, (self._flushes, settlement.deadline_ms, self._sequence, settlement))
             self._queued_bytes += settlement.size_bytes
         if queue:
             self._work.set()
@@ -360,7 +412,19 @@ class PartitionTask:
     @property
     def queued_rows(self) -> int:
         """Outcomes that wait for a transaction."""
-        return len(self._queue) + self._settling
+        return len(self._queue) + len(self._settling)
+
+    @property
+    def _is_full(self) -> bool:
+        return (
+            len(self._queue) >= self._limits.queue_rows
+            or self._queued_bytes >= QUEUED_CHUNKS * self._limits.chunk_bytes
+        )
+
+    @property
+    def _is_flushing(self) -> bool:
+        """Whether somebody waits for the outcome that is next in the queue."""
+        return bool(self._queue) and self._queue[0][0] < self._flushes
 
     def _chunk_is_full(self) -> bool:
         return len(self._queue) >= self._limits.chunk_rows or self._queued_bytes >= self._limits.chunk_bytes
@@ -368,23 +432,30 @@ class PartitionTask:
     async def flush(self) -> None:
         """Return once every outcome queued before is committed (or was dropped as already settled).
 
+        Outcomes queued later are not waited for: with many batches landing there always are some.
+
         Raises:
             PartitionLost: this life of the partition is over.
         """
-        self._flushing = True
+        mine = self._flushes
+        self._flushes += 1
         self._work.set()
         async with self._idle:
-            await self._idle.wait_for(lambda: not self.queued_rows or not self.is_live)
+            await self._idle.wait_for(lambda: not self._has_queued(mine) or not self.is_live)
         self._check_live()
+
+    def _has_queued(self, flush: int) -> bool:
+        """Whether an outcome queued before this flush is not committed yet."""
+        return any(first[0] <= flush for first in (*self._queue[:1], *self._settling[:1]))
 
     async def run_settling(self) -> None:
         """Turn the queue into transactions until the task is lost."""
         try:
             while True:
+                self._check_live()  # before a wait that nobody would end any more
                 if self._queue:
                     await self._wait_for_a_chunk()
                 else:
-                    self._flushing = False
                     await self._wait_for_work()
                 self._check_live()
                 await self._settle_chunk()
@@ -398,7 +469,7 @@ class PartitionTask:
         """Until a chunk is full, somebody waits in ``flush``, or the first outcome has waited long enough."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._limits.max_delay_s
-        while self.state is TaskState.LIVE and not self._flushing and not self._chunk_is_full():
+        while self.state is TaskState.LIVE and not self._is_flushing and not self._chunk_is_full():
             left_s = until - loop.time()
             if left_s <= 0:
                 return
@@ -413,23 +484,25 @@ class PartitionTask:
             wait_s = max(0.0, self._gap_since + GAP_PATIENCE_S - loop.time())
         if not await _wait(self._work, wait_s) and self._gap_since is None:
             await self.confirm_ownership(IDLE_REFRESH_S / 2)
+            self._telemetry.event("partition_refreshed", partition=self.partition)
 
     async def _settle_chunk(self) -> None:
         loop = asyncio.get_running_loop()
         if not self._queue and (self._gap_since is None or loop.time() < self._gap_since + GAP_PATIENCE_S):
             return
-        chunk: list[Settlement] = []
+        taken: list[tuple[int, int, int, Settlement]] = []
         size_bytes = 0
-        while self._queue and len(chunk) < self._limits.chunk_rows and size_bytes < self._limits.chunk_bytes:
-            settlement = heapq.heappop(self._queue)[2]
-            size_bytes += settlement.size_bytes
-            chunk.append(settlement)
+        while self._queue and len(taken) < self._limits.chunk_rows and size_bytes < self._limits.chunk_bytes:
+            taken.append(heapq.heappop(self._queue))
+            size_bytes += taken[-1][-1].size_bytes
+        chunk = [settlement for _, _, _, settlement in taken]
         self._queued_bytes -= size_bytes
-        self._settling = len(chunk)
-        if len(self._queue) < self._limits.queue_rows:
+        self._settling = taken
+        if not self._is_full:
             self._room.set()
         records: list[OutRecord] = []
         settled_now = OffsetSet()
+        loop_started, started_at = loop.time(), self._clock.now()
 
         def plan(ledger: PartitionLedger) -> list[LedgerEntry]:
             settled_now.update(self._take_gaps(ledger))
@@ -448,13 +521,40 @@ class PartitionTask:
         try:
             async with self._transactions:
                 # `records` is filled by the plan, which runs before the transaction is built
-                await self.commit(plan, records)
+                await self.commit(plan, records, purpose=SETTLE)
             if settled_now:
                 self.on_settled(self.partition, settled_now)
+                self._tell_settled(len(records), size_bytes, started_at, loop.time() - loop_started)
+        except PartitionLost as error:
+            self._telemetry.event(
+                "settle_failed", partition=self.partition, rows=len(chunk), reason=type(error).__name__
+            )
+            raise
         finally:
-            self._settling = 0
+            self._settling = ()
             async with self._idle:
                 self._idle.notify_all()
+
+    def _tell_settled(self, rows: int, size_bytes: int, started_at: datetime, duration_s: float) -> None:
+        self._telemetry.observe("settle_transaction_rows", rows)
+        self._telemetry.event(
+            "settled",
+            partition=self.partition,
+            rows=rows,
+            bytes=size_bytes,
+            watermark=self.ledger.watermark,
+            duration_s=round(duration_s, 3),
+        )
+        self._telemetry.batch_span(
+            "settle",
+            {
+                "partition": self.partition,
+                "rows": rows,
+                "bytes": size_bytes,
+                "started_at": started_at,
+                "ended_at": self._clock.now(),
+            },
+        )
 
     def _take_gaps(self, ledger: PartitionLedger) -> OffsetSet:
         gaps, self._gaps, self._gap_since = self._gaps, OffsetSet(), None
@@ -493,7 +593,7 @@ class PartitionTask:
                 told.extend(records)  # these state that the lot is DONE
             return entries
 
-        await self.commit(plan, told)
+        await self.commit(plan, told, purpose="land")
         return heirs
 
     # -------------------------------------------------------------------------------------- housekeeping
@@ -508,7 +608,7 @@ class PartitionTask:
                 if lot.state is LotState.CLEAN and (now - lot.created_at).total_seconds() > ORPHAN_HORIZON_S
             ]
 
-        await self.commit(plan)
+        await self.commit(plan, purpose="tidy")
 
     def waiting_lots(self) -> Mapping[LotId, Lot]:
         """Lots whose rows wait for another submission."""

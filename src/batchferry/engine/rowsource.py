@@ -6,13 +6,16 @@ cache of it. What the log has deleted is reported, never guessed.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 from batchferry.domain.envelope import Original, quote_original
+from batchferry.domain.ids import MAX_WIRE_ID_CHARS
 from batchferry.domain.offsets import OffsetSet
-from batchferry.domain.requests import BadRecord, Request, RequestRules, parse_request
-from batchferry.domain.times import to_ms
+from batchferry.domain.requests import BadRecord, Request, RequestRules, check_deadline, parse_request
+from batchferry.domain.times import first_seen_ms, from_ms, to_ms
 from batchferry.engine.routing import Routed, Router
 from batchferry.ports import BatchProvider, Clock, IndexRow, KafkaPort, LocalStore, Record
 
@@ -24,6 +27,32 @@ class Accepted(NamedTuple):
     request: Request
     routed: Routed
     ship_by_ms: int
+
+
+class RowLine(NamedTuple):
+    """A row as it stands in a batch file, the head of its line aside."""
+
+    offset: int
+    line: bytes
+    file_bytes: int
+    """Bytes it takes in the file, the head at its longest included."""
+    tokens: int
+    """Estimated input tokens."""
+    inputs: int
+
+
+@dataclass(slots=True)
+class RowLines:
+    """Some rows read again: those that can travel, and those that today's rules or routes refuse."""
+
+    lines: list[RowLine] = field(default_factory=list)
+    refused: list[tuple[Record, BadRecord]] = field(default_factory=list)
+
+
+def refused_row(record: Record, bad: BadRecord, now_ms: int) -> IndexRow:
+    """The index row of a record that was accepted once and is refused by today's rules: its words are still there."""
+    t0_ms = first_seen_ms(record.timestamp, now_ms)
+    return IndexRow(record.offset, bad.custom_id or "", record.key, tuple(record.headers), t0_ms, t0_ms, "")
 
 
 class RowSource:
@@ -62,6 +91,9 @@ class RowSource:
             deadline_ms = t0_ms + routed.sla_ms
             ship_by_ms = t0_ms + routed.wait_ms
         else:
+            too_far = check_deadline(request, from_ms(t0_ms), self._rules)
+            if too_far is not None:
+                return too_far
             _, ship_by_ms, deadline_ms = routed.plan.times(
                 t0_ms,
                 sla_s=request.sla_s,
@@ -72,7 +104,7 @@ class RowSource:
         )
         return Accepted(row, request, routed, ship_by_ms)
 
-    async def read(self, partition: int, offsets: OffsetSet) -> AsyncIterator[Sequence[Record]]:
+    async def read(self, partition: int, offsets: OffsetSet) -> AsyncGenerator[Sequence[Record], None]:
         """The input records at these offsets that the log still has, in bounded chunks."""
         reader = self._kafka.reader()
         await reader.start()
@@ -83,36 +115,49 @@ class RowSource:
             await reader.stop()
 
     async def index(self, partition: int, offsets: OffsetSet) -> OffsetSet:
-        """Make sure that the index knows these rows; returns those that the log no longer has."""
+        """Make sure that the index knows these rows; returns those that the log no longer has.
+
+        A record that today's rules refuse was accepted once, and its answer may be on its way: it is indexed as well.
+        """
         missing = offsets - await self._store.indexed(partition, offsets)
         if not missing:
             return missing
         now_ms = round(self._clock.now().timestamp() * 1000)
-        async for records in self.read(partition, missing):
+        async for records in self.read(partition, missing.copy()):  # what is found leaves the set meanwhile
             rows = []
             for record in records:
                 accepted = self.accept(record, now_ms)
-                if not isinstance(accepted, BadRecord):
+                if isinstance(accepted, BadRecord):
+                    rows.append(refused_row(record, accepted, now_ms))
+                else:
                     rows.append(accepted.row)
-                    missing.discard(record.offset)
+                missing.discard(record.offset)
             if rows:
                 await self._store.put_rows(partition, rows)
         return missing
 
-    async def lines(self, partition: int, offsets: OffsetSet) -> AsyncIterator[Sequence[tuple[int, bytes, int]]]:
-        """(offset, provider line, estimated tokens) of these rows, ascending; what the log lost is absent."""
+    def has_account(self, account: str) -> bool:
+        """Whether the settings have this account: rows under another can go nowhere."""
+        return account in self._providers
+
+    async def lines(self, partition: int, offsets: OffsetSet, account: str) -> AsyncGenerator[RowLines, None]:
+        """These rows as lines for a file of this account, ascending, in bounded chunks; what the log lost is absent."""
         now_ms = round(self._clock.now().timestamp() * 1000)
-        async for records in self.read(partition, offsets):
-            lines = []
-            for record in records:
-                accepted = self.accept(record, now_ms)
-                if isinstance(accepted, BadRecord):
-                    continue
-                request = accepted.request
-                account = accepted.routed.key.account
-                line = self._providers[account].render_line(request.url, request.body)
-                lines.append((record.offset, line, request.tokens))
-            yield lines
+        provider = self._providers[account]
+        head_bytes = len(provider.line_head("w" * MAX_WIRE_ID_CHARS))
+        async with aclosing(self.read(partition, offsets)) as reading:
+            async for records in reading:
+                rows = RowLines()
+                for record in records:
+                    accepted = self.accept(record, now_ms)
+                    if isinstance(accepted, BadRecord):
+                        rows.refused.append((record, accepted))
+                        continue
+                    request = accepted.request
+                    line = provider.render_line(request.url, request.body)
+                    size_bytes = len(line) + head_bytes
+                    rows.lines.append(RowLine(record.offset, line, size_bytes, request.tokens, request.inputs))
+                yield rows
 
     async def originals(self, partition: int, offsets: OffsetSet) -> Mapping[int, Original]:
         """The values of these input records as failures quote them: bounded, each. What is lost is absent."""

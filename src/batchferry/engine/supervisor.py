@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from enum import StrEnum
+from hashlib import sha256
 from typing import Any
 
 from batchferry import __version__
@@ -35,6 +39,7 @@ from batchferry.domain.times import parse_window_s
 from batchferry.engine.actor import BatchActor
 from batchferry.engine.fleet import FleetView
 from batchferry.engine.holds import Holds
+from batchferry.engine.inputwatch import InputWatch
 from batchferry.engine.intake import Intake
 from batchferry.engine.landing import Landing, LandingMemory
 from batchferry.engine.outcomes import OutcomeWriter
@@ -64,6 +69,8 @@ LOOP_LAG_S = 5.0
 NO_PRODUCER_S = 300.0
 """An assigned partition without a live task for so long (real seconds) is a complaint."""
 LOST_CHUNK = 500
+_SECONDS = re.compile(r"[\d.]+ s\b")
+"""What changes in a complaint from one look to the next."""
 
 
 class RunState(StrEnum):
@@ -90,6 +97,7 @@ class Supervisor:
         rules: RequestRules,
         max_outcome_bytes: Mapping[str, int],
         partitions: Mapping[str, int],
+        input_retention_s: float | None = None,
     ) -> None:
         """Take the parts.
 
@@ -98,6 +106,7 @@ class Supervisor:
             incarnation: a new id for every start of a process; stands in its claims.
             max_outcome_bytes: largest record each output topic takes, by topic.
             partitions: partition counts by topic.
+            input_retention_s: how long the input topic keeps a record; None: for ever.
         """
         self.settings = settings
         self.state = RunState.STARTING
@@ -121,6 +130,12 @@ class Supervisor:
         self._failure: BaseException | None = None
         self._stop = asyncio.Event()
         self._loop_lag_s = 0.0
+        self._reading_again: dict[int, tuple[PartitionTask, int, int, float]] = {}
+        """Restored partitions until their log is read to where it ended then: (task, from, to, since)."""
+        self._complaints: set[str] = set()
+        self._hold_reasons: set[str] = set()
+        self._flushes_told: dict[str, datetime] = {}
+        self._positions_failed = 0
         self._was_assigned = False
         self._transactions = asyncio.Semaphore(limits.max_settle_transactions)
         self._places = PartitionPlaces(topics.requests, topics.ledger_topic, topics.group)
@@ -144,8 +159,9 @@ class Supervisor:
         )  # fmt: skip
         self.intake = Intake(
             settings, self.consumer, store, clock, telemetry, router, source, self._outcomes, providers, self._tasks,
-            self._admit_sealed, self._is_held,
+            self._admit_sealed,
         )  # fmt: skip
+        self._input_watch = InputWatch(kafka, topics.requests, self._tasks, store, clock, telemetry, input_retention_s)
         self._waiting = WaitingRows(
             self._tasks, store, clock, telemetry, router, source, self._outcomes, self.start_batch, self._is_held
         )
@@ -173,6 +189,7 @@ class Supervisor:
         self._side("polling", self._scheduler.run())
         self._side("housekeeping", self._housekeeping())
         self._side("read position", self._commit_positions())
+        self._side("input watch", self._input_watch.run())
         self._side("loop lag", self._measure_lag())
         self._side("control", self._follow_control())
         await self._stop.wait()
@@ -202,9 +219,15 @@ class Supervisor:
             return
         error = task.exception()
         if error is not None:
-            self._telemetry.event("task_failed", task=task.get_name(), **error_fields(error))
-            self._failure = self._failure or error
-            self._stop.set()
+            self._task_failed(task.get_name(), error)
+
+    def _task_failed(self, name: str, error: BaseException) -> None:
+        # The metric has no room for ids, which stand in the names of tasks for one batch or partition.
+        kind = " ".join(word for word in name.split() if not any(one.isdecimal() for one in word))
+        self._telemetry.count("tasks_failed", task=kind)
+        self._telemetry.event("task_failed", task=name, **error_fields(error))
+        self._failure = self._failure or error
+        self._stop.set()
 
     async def stop(self) -> bool:
         """Drain and stop within the budget; whether everything was settled that was ready to be. Twice is once.
@@ -225,6 +248,7 @@ class Supervisor:
                         await task.flush()
         except TimeoutError:
             drained = False
+            self._telemetry.event("stop_unfinished", what="drain", budget_s=self.settings.stop_budget_s)
         self._stop.set()
         running = [*self._side_tasks, *self._restores.values(), *self._actor_tasks.values()]
         running = [one for one in running if one.get_name() != "intake"]
@@ -274,6 +298,7 @@ class Supervisor:
         now = asyncio.get_running_loop().time()
         for partition in added | {one for one in kept if one not in self._tasks and one not in self._restores}:
             self._unowned_since[partition] = now
+            self._telemetry.event("partition_assigned", partition=partition)
             self._begin_restore(partition, 0.0)
 
     def on_suspect(self, partitions: frozenset[int]) -> None:
@@ -290,9 +315,7 @@ class Supervisor:
         if self._restores.get(partition) is task:
             del self._restores[partition]
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._telemetry.event("task_failed", task=task.get_name(), **error_fields(error))
-            self._failure = self._failure or error
-            self._stop.set()
+            self._task_failed(task.get_name(), error)
 
     async def _restore(self, partition: int, pause_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -306,12 +329,10 @@ class Supervisor:
                 partition, self._kafka, self._clock, self._telemetry, self._places, self._settle_limits,
                 self._transactions,
             )  # fmt: skip
-            reader = self._kafka.reader()
             try:
                 await self._store.drop_partition(partition)
-                await reader.start()
                 async with asyncio.timeout(self.settings.limits.restore_timeout_s):
-                    facts = await task.restore(reader, await self._committed(partition), self._claim())
+                    facts = await self._read_ledger(task)
             except (PartitionLost, KafkaUnavailable, TimeoutError, StoreUnavailable) as error:
                 self._telemetry.event("restore_failed", partition=partition, reason=type(error).__name__)
                 await task.close()
@@ -324,10 +345,16 @@ class Supervisor:
             except BaseException:
                 await task.close()
                 raise
-            finally:
-                await reader.stop()
             self._adopt(task, facts, loop.time() - started)
             return
+
+    async def _read_ledger(self, task: PartitionTask) -> RestoreFacts:
+        reader = self._kafka.reader()
+        await reader.start()
+        try:
+            return await task.restore(reader, await self._committed(task.partition), self._claim())
+        finally:
+            await reader.stop()
 
     def _claim(self) -> Claim:
         return Claim(self._incarnation, __version__, self._clock.now())
@@ -351,7 +378,14 @@ class Supervisor:
         settler.add_done_callback(self._settlers.discard)
         settler.add_done_callback(self._side_done)
         if facts.lost:
-            self._telemetry.event("input_lost", partition=partition, rows=len(facts.lost))
+            self._telemetry.count("input_lost_records", len(facts.lost))
+            self._telemetry.event(
+                "input_lost",
+                partition=partition,
+                rows=len(facts.lost),
+                first=facts.lost.first(),
+                last=facts.lost.last(),
+            )
             self._side(f"lost input {partition}", self._report_lost(task, facts.lost))
         for lot in list(task.ledger.lots.values()):
             if lot.lane is Lane.BATCH and lot.state in {LotState.SUBMITTING, LotState.SUBMITTED, LotState.DONE}:
@@ -364,8 +398,12 @@ class Supervisor:
             watermark=task.ledger.watermark,
             next_offset=task.next_offset,
             lots=len(task.ledger.lots),
+            records=facts.ledger_records,
             took_s=round(took_s, 3),
         )
+        self._reading_again[partition] = (
+            task, task.next_offset, facts.log_end, asyncio.get_running_loop().time()
+        )  # fmt: skip
         self._note_readiness()
 
     async def _report_lost(self, task: PartitionTask, lost: OffsetSet) -> None:
@@ -472,10 +510,10 @@ class Supervisor:
             if not groups:
                 continue
             suspects = OffsetSet(offset for group in groups for offset in group)
-            bodies: dict[int, bytes] = {}
+            bodies: dict[int, tuple[bytes, int]] = {}  # digest and size: the lines themselves could be the whole file
             try:
                 async for lines in self._store.stream(sealed.refs, {partition: suspects}):
-                    bodies.update({offset: line for _, offset, line in lines})
+                    bodies.update({offset: (sha256(line).digest(), len(line)) for _, offset, line in lines})
             except PartitionLost:
                 continue
             rows = await self._store.get_rows(partition, list(suspects))
@@ -483,15 +521,18 @@ class Supervisor:
             for group in groups:
                 first_of: dict[bytes, int] = {}
                 for offset in group:
-                    body = bodies.get(offset, b"")
+                    body, size_bytes = bodies.get(offset, (b"", 0))
                     first = first_of.setdefault(body, offset)
                     if first == offset and (policy == "coalesce" or len(first_of) == 1):
                         continue
+                    if offset not in rows:
+                        continue  # nothing is known of it but its line: let it run
                     earlier = first if first != offset else group[0]
                     settlements.append(self._outcomes.duplicate(part.task, rows[offset], earlier, self._clock.now()))
                     part.offsets.discard(offset)
-                    part.bytes -= len(body)
+                    part.bytes -= size_bytes
             if settlements:
+                self._telemetry.event("duplicates_coalesced", partition=partition, rows=len(settlements))
                 with contextlib.suppress(PartitionLost):
                     await part.task.settle(settlements)
             if not part.offsets:
@@ -501,6 +542,10 @@ class Supervisor:
         """Run a sealed batch."""
         now = self._clock.now()
         oldest_wait_s = max(0.0, now.timestamp() - sealed.oldest_t0_ms / 1000)
+        self._telemetry.count("batches_sealed", reason=sealed.reason.value)
+        self._telemetry.observe("batch_rows", sealed.rows)
+        self._telemetry.observe("batch_bytes", sealed.bytes)
+        self._telemetry.observe("record_wait_seconds", oldest_wait_s)
         self._telemetry.event(
             "batch_sealed",
             batch_id=sealed.batch_id,
@@ -603,10 +648,14 @@ class Supervisor:
         if self._actor_tasks.get(batch_id) is task:
             del self._actor_tasks[batch_id]
             actor = self._actors.pop(batch_id, None)
-            self._contexts.pop(batch_id, None)
+            context = self._contexts.pop(batch_id, None)
             self._scheduler.forget(batch_id)
             if actor is not None and actor.batch.state is not m.BatchState.QUARANTINED:
                 self._resume_left_behind(batch_id)
+            elif context is not None and context.sealed is not None and self.state is RunState.RUNNING:
+                # No lot names these rows yet: the next lives of their partitions read them again.
+                for part in context.sealed.parts.values():
+                    part.task.lose(f"batch {batch_id} is quarantined")
         self._side_done(task)
 
     def _resume_left_behind(self, batch_id: BatchId) -> None:
@@ -626,9 +675,21 @@ class Supervisor:
             to_state=after.state.value,
             provider_status=after.provider_status,
         )
-        if after.state is m.BatchState.LANDED:
+        if after.state is m.BatchState.LANDING:
+            self._tell_ended(after)
+        elif after.state is m.BatchState.DISSOLVED:
+            self._telemetry.count("batches_ended", status=after.state.value)
+        elif after.state is m.BatchState.LANDED:
             await self._tell_landed(after)
         await self.fleet.send(self._outcomes.state_event(before, after, self._clock.now()))
+
+    def _tell_ended(self, batch: m.Batch) -> None:
+        """The provider is done with a batch. Every replica that has a part in it tells so."""
+        status = batch.provider_status if batch.snapshot is None else batch.snapshot.status.value
+        self._telemetry.count("batches_ended", status=status)
+        if batch.submitted_at is not None and batch.ended_at is not None:
+            took_s = max(0.0, (batch.ended_at - batch.submitted_at).total_seconds())
+            self._telemetry.observe("batch_turnaround_seconds", took_s, account=batch.key.account)
 
     async def _tell_landed(self, batch: m.Batch) -> None:
         context = self._contexts.get(batch.batch_id)
@@ -636,9 +697,10 @@ class Supervisor:
         tally = memory.tally
         succeeded, missing = tally.rows(RowClass.SUCCEEDED), tally.rows(RowClass.MISSING)
         failed = max(0, tally.all_rows - succeeded - tally.retried)
-        await self._store.save_batch(
-            {"batch_id": batch.batch_id, "succeeded": succeeded, "failed": failed, "missing": missing}
-        )
+        with contextlib.suppress(StoreUnavailable):
+            await self._store.save_batch(
+                {"batch_id": batch.batch_id, "succeeded": succeeded, "failed": failed, "missing": missing}
+            )
         self._telemetry.event(
             "batch_landed",
             batch_id=batch.batch_id,
@@ -686,9 +748,9 @@ class Supervisor:
             for partition, offsets in settled.items():
                 with contextlib.suppress(StoreUnavailable):
                     await self._store.drop_rows(partition, offsets)
-                self.intake.indexed_rows = max(0, self.intake.indexed_rows - len(offsets))
             self._outcomes.tell_counts()
             self._measure()
+            self._watch()
             if loop.time() >= next_sweep:
                 next_sweep = loop.time() + STUB_SWEEP_S
                 for task in list(self._tasks.values()):
@@ -714,9 +776,37 @@ class Supervisor:
         )
         gauge("unsettled_records", unsettled)
         gauge("settle_queue_rows", sum(task.queued_rows for task in self._tasks.values()))
-        oldest = min((one.oldest_t0_ms for one in self.intake.accumulator), default=None)
-        age_s = 0.0 if oldest is None else max(0.0, self._clock.now().timestamp() - oldest / 1000)
-        gauge("oldest_unsettled_age_seconds", age_s)
+        now = self._clock.now()
+        next_due_ms = self.intake.accumulator.next_due_ms()
+        gauge("next_ship_by_seconds", 0.0 if next_due_ms is None else next_due_ms / 1000 - now.timestamp())
+        gauge("poll_overdue_seconds", self._scheduler.overdue_s())
+        waiting = (len(task.ledger.held_by(lot_id)) for task in self._tasks.values() for lot_id in task.waiting_lots())
+        gauge("waiting_rows", sum(waiting))
+        held = Counter(hold.reason for hold in self.fleet.control.all_standing(now))
+        self._hold_reasons |= held.keys()
+        for reason in self._hold_reasons:  # a gauge does not forget: one whose holds are over must say 0
+            gauge("held_keys", held[reason], reason=reason)
+
+    def _watch(self) -> None:
+        """Tell what has changed since the last look and has no place of its own where it happens."""
+        loop = asyncio.get_running_loop()
+        complaints = self.complaints()
+        self._telemetry.gauge("watchdog_complaints", len(complaints))
+        kinds = {_SECONDS.sub("", one): one for one in complaints}
+        for kind in kinds.keys() - self._complaints:
+            self._telemetry.event("watchdog_complaint", complaint=kinds[kind])
+        self._complaints = set(kinds)
+        for partition, (task, start, end, since) in list(self._reading_again.items()):
+            if self._tasks.get(partition) is not task:
+                del self._reading_again[partition]
+            elif task.next_offset >= end:
+                del self._reading_again[partition]
+                self._telemetry.event(
+                    "partition_caught_up",
+                    partition=partition,
+                    records=max(0, end - start),
+                    duration_s=round(loop.time() - since, 3),
+                )
 
     async def _commit_positions(self) -> None:
         while True:
@@ -724,13 +814,21 @@ class Supervisor:
             positions = {p: task.next_offset for p, task in self._tasks.items() if task.is_live}
             if positions:
                 await self._positions.commit(positions)
+                # A committer that keeps count of its failures says so by an attribute: the port has no room for it.
+                failed = getattr(self._positions, "failures", 0)
+                if failed > self._positions_failed:
+                    self._telemetry.count("read_position_failures", failed - self._positions_failed)
+                    reason = str(getattr(self._positions, "last_failure", ""))
+                    self._telemetry.event("read_position_failed", error=reason)
+                    self._positions_failed = failed
 
     async def _measure_lag(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             before = loop.time()
             await asyncio.sleep(0.5)
-            self._loop_lag_s = loop.time() - before - 0.5
+            self._loop_lag_s = max(0.0, loop.time() - before - 0.5)
+            self._telemetry.gauge("event_loop_lag_seconds", self._loop_lag_s)
 
     async def _follow_control(self) -> None:
         """Do what standing records ask for. They are states: a wish may be older than the batch's actor or rows."""
@@ -739,7 +837,12 @@ class Supervisor:
                 async with asyncio.timeout(CONTROL_LOOK_S):
                     await self.fleet.changed.wait()
             self.fleet.changed.clear()
+            for gone in self._flushes_told.keys() - self.fleet.control.flushes.keys():
+                del self._flushes_told[gone]
             for digest, flush in list(self.fleet.control.flushes.items()):
+                if self._flushes_told.get(digest) != flush.before:
+                    self._flushes_told[digest] = flush.before
+                    self._telemetry.event("flush_asked", scope=digest)
                 await self.intake.flush(None if digest == "all" else digest, flush.before)
             for batch_id in list(self.fleet.control.cancels):
                 actor = self._actors.get(batch_id)

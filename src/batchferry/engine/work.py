@@ -6,7 +6,7 @@ Every method answers with an event. Each says why doing it twice is harmless, or
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import partial
@@ -14,10 +14,10 @@ from functools import partial
 from batchferry.config import Settings
 from batchferry.domain import machine as m
 from batchferry.domain.errors import KafkaUnavailable, PartitionLost, StoreUnavailable
-from batchferry.domain.ids import BatchId, FileId, LotId, new_batch_id
+from batchferry.domain.ids import BatchId, FileId, LotId, ProviderBatchId, new_batch_id
 from batchferry.domain.ledger import LedgerEntry, Lot, LotState
 from batchferry.domain.partition import PartitionLedger
-from batchferry.domain.provider import BatchSnapshot, CallFailed, CallFailure
+from batchferry.domain.provider import BatchSnapshot, CallFailed, CallFailure, ProviderStatus
 from batchferry.engine.fleet import FleetView
 from batchferry.engine.holds import Holds
 from batchferry.engine.landing import Landing, LandingMemory, waiting_lot
@@ -25,7 +25,7 @@ from batchferry.engine.outcomes import OutcomeWriter
 from batchferry.engine.partition import PartitionTask
 from batchferry.engine.scheduler import Due, PollScheduler
 from batchferry.engine.sealed import BatchFile, SealedBatch, remaining
-from batchferry.ports import BatchProvider, Clock, LocalStore, Telemetry
+from batchferry.ports import BatchProvider, Clock, LocalStore, OutRecord, SpoolRef, Telemetry
 
 HOLD_LOOK_S = 0.5
 """Real seconds between two looks whether a hold has ended."""
@@ -117,8 +117,7 @@ class BatchWork:
             case m.HandRowsOn():
                 return await self._hand_rows_on(context, batch, effect)
             case m.PollAt():
-                self._poll_at(context, batch, effect.at)
-                return None
+                return await self._poll_at(context, batch, effect.at, provider)
             case m.CancelBatch():
                 return await self._cancel(batch, effect, provider)
             case m.LandResults():
@@ -174,6 +173,7 @@ class BatchWork:
             return m.InputUnusable()
         account = self._settings.accounts[context.account]
         async with self._uploads:
+            started, started_at = asyncio.get_running_loop().time(), self._clock.now()
             try:
                 answer = await provider.upload(
                     source,
@@ -188,7 +188,24 @@ class BatchWork:
             self._report(context.account, answer)
             return m.UploadFailed(answer)
         self._telemetry.event(
-            "batch_uploaded", batch_id=batch.batch_id, bytes=answer.size_bytes, file_id=answer.file_id
+            "batch_uploaded",
+            batch_id=batch.batch_id,
+            bytes=answer.size_bytes,
+            file_id=answer.file_id,
+            duration_s=round(asyncio.get_running_loop().time() - started, 3),
+        )
+        self._telemetry.batch_span(
+            "batch upload",
+            {
+                "batch_id": batch.batch_id,
+                "account": context.account,
+                "endpoint": batch.key.endpoint,
+                "model": batch.key.model,
+                "rows": batch.rows,
+                "bytes": answer.size_bytes,
+                "started_at": started_at,
+                "ended_at": self._clock.now(),
+            },
         )
         return m.InputUploaded(answer.file_id)
 
@@ -201,7 +218,7 @@ class BatchWork:
             task = sealed.parts[partition].task
             lot = sealed.lot(partition, input_file_id=file_id, submit_ttl_s=self._limits.submit_ttl_s)
             try:
-                await task.commit(partial(_plan_submitting, lot))
+                await task.commit(partial(_plan_submitting, lot), purpose="submitting")
             except PartitionLost:
                 return m.SubmittingRefused()
             context.recorded.add(partition)
@@ -228,34 +245,62 @@ class BatchWork:
         if answer.kind is CallFailure.UNAVAILABLE:
             return m.CreateNotSent()
         if answer.is_definite:
+            self._telemetry.event(
+                "batch_refused",
+                batch_id=batch.batch_id,
+                account=context.account,
+                kind=answer.kind.value,
+                http_status=answer.http_status,
+                code=answer.code,
+                request_id=answer.request_id,
+            )
             return m.CreateRefused(answer)
         self._telemetry.event("batch_submission_unknown", batch_id=batch.batch_id)
         return m.CreateUnanswered(answer)
 
     async def _record_submitted(self, context: BatchContext, batch: m.Batch, snapshot: BatchSnapshot) -> m.Event | None:
         """A state, so twice is once. A partition that moved learns the id from its siblings' records."""
+        if await self._record_id(batch, snapshot):
+            self._telemetry.event(
+                "batch_submitted",
+                batch_id=batch.batch_id,
+                provider_batch_id=snapshot.provider_batch_id,
+                rows=batch.rows,
+                account=context.account,
+            )
+        sealed, context.sealed = context.sealed, None
+        if sealed is not None:
+            self._drop_segments(sealed.refs)
+        return m.SubmittedRecorded()
+
+    async def _record_id(self, batch: m.Batch, snapshot: BatchSnapshot) -> bool:
+        """Write the provider's id in every lot of ours that lacks it; whether one did."""
+        recorded = False
         for partition, (task, lot) in self.own_lots(batch.batch_id).items():
             if lot.state is LotState.SUBMITTED:
                 continue
-            records = [self._outcomes.submitted_event(lot, snapshot)] if partition == lot.leader_partition else []
+            told: list[OutRecord] = []
+            if partition == lot.leader_partition:
+                told.append(self._outcomes.submitted_event(lot, snapshot))
+
+            def plan(ledger: PartitionLedger, lot: Lot = lot, told: list[OutRecord] = told) -> list[LedgerEntry]:
+                entries = _plan_submitted(lot.lot_id, snapshot, snapshot.created_at or self._clock.now(), ledger)
+                if not entries:
+                    told.clear()  # somebody was first, and has told it
+                return entries
+
             try:
-                await task.commit(
-                    partial(_plan_submitted, lot.lot_id, snapshot, snapshot.created_at or self._clock.now()),
-                    records,
-                )
+                recorded = bool(await task.commit(plan, told, purpose="submitted")) or recorded
             except PartitionLost:
                 continue
-        self._telemetry.event(
-            "batch_submitted",
-            batch_id=batch.batch_id,
-            provider_batch_id=snapshot.provider_batch_id,
-            rows=batch.rows,
-            account=context.account,
-        )
-        if context.sealed is not None:
-            self._store.delete_segments(context.sealed.refs)
-            context.sealed = None
-        return m.SubmittedRecorded()
+        return recorded
+
+    def _drop_segments(self, refs: Iterable[SpoolRef]) -> None:
+        """A file that the disk does not let go is no reason to set a batch aside: the next start wipes the folder."""
+        try:
+            self._store.delete_segments(refs)
+        except StoreUnavailable as error:
+            self._telemetry.event("store_unavailable", what="segments", error=type(error).__name__)
 
     async def _hand_rows_on(self, context: BatchContext, batch: m.Batch, effect: m.HandRowsOn) -> m.Event:
         """Dissolve: recorded lots become waiting lots; rows no record names leave again under a new batch id."""
@@ -264,7 +309,8 @@ class BatchWork:
         elif effect.hold == "key":
             await self._holds.place_key(batch.key, effect.reason)
         recorded: set[int] = set()
-        for partition, (task, lot) in self.own_lots(batch.batch_id).items():
+        own = self.own_lots(batch.batch_id)
+        for partition, (task, lot) in own.items():
             recorded.add(partition)
 
             def plan(ledger: PartitionLedger, task: PartitionTask = task, lot: Lot = lot) -> list[LedgerEntry]:
@@ -275,18 +321,23 @@ class BatchWork:
                 return ledger.plan_dissolve(lot.lot_id, heirs)
 
             try:
-                await task.commit(plan)
+                await task.commit(plan, purpose="dissolve")
             except PartitionLost:
                 continue
         self._telemetry.event("batch_dissolved", batch_id=batch.batch_id, reason=effect.reason, rows=batch.rows)
-        sealed, context.sealed = context.sealed, None
+        if batch.state is m.BatchState.SUBMISSION_UNKNOWN and batch.input_file_id is None:
+            # Nobody could delete the file: a create of another life of the service may still go through.
+            rows = sum(lot.own_rows for _, lot in own.values())
+            self._possibly_paid_twice(batch, rows, "input_file_not_deleted")
+        sealed = context.sealed
         if sealed is not None:
             now = self._clock.now()
             rest = remaining(sealed, new_batch_id(now.timestamp()), recorded | context.recorded, now)
-            kept = set() if rest is None else set(rest.refs)
-            self._store.delete_segments([ref for ref in sealed.refs if ref not in kept])
             if rest is not None:
-                self._new_batch(rest)
+                self._new_batch(rest)  # before anything that may fail: nothing else names these rows
+            context.sealed = None
+            kept = set() if rest is None else set(rest.refs)
+            self._drop_segments([ref for ref in sealed.refs if ref not in kept])
         return m.RowsHandedOn()
 
     # ---------------------------------------------------------------------------------------- was it created?
@@ -316,7 +367,7 @@ class BatchWork:
             return m.LookUpFailed(found)
         if not found:
             return m.BatchNotFound(is_final=is_final)
-        found.sort(key=lambda one: (one.created_at or batch.sealed_at, one.provider_batch_id))
+        found.sort(key=partial(_age, batch))
         canonical, *twins = found
         own = self.own_lots(batch.batch_id)
         if twins and min(batch.partitions) in own:
@@ -324,9 +375,15 @@ class BatchWork:
                 self._telemetry.event(
                     "batch_twin_cancelled", batch_id=batch.batch_id, provider_batch_id=twin.provider_batch_id
                 )
+                if twin.status is not ProviderStatus.FAILED:  # of a file that was refused as a whole nothing ran
+                    self._possibly_paid_twice(batch, batch.rows, "twin")
                 if not twin.status.is_terminal:
                     await provider.cancel(twin.provider_batch_id)
         return self._adopted(batch, canonical, "list")
+
+    def _possibly_paid_twice(self, batch: m.Batch, rows: int, reason: str) -> None:
+        self._telemetry.count("possibly_paid_twice_rows", rows)
+        self._telemetry.event("possibly_paid_twice", batch_id=batch.batch_id, rows=rows, reason=reason)
 
     def _adopted(self, batch: m.Batch, snapshot: BatchSnapshot, by: str) -> m.Event:
         self._telemetry.event(
@@ -344,28 +401,70 @@ class BatchWork:
                 return page
             found.extend(one for one in page.batches if _is_ours(batch, one))
             reached = any(one.created_at is not None and one.created_at < oldest for one in page.batches)
-            if reached or page.next_cursor is None or page.next_cursor == cursor:
+            if reached or page.next_cursor is None:
+                return found
+            if page.next_cursor == cursor:
                 break
             cursor = page.next_cursor
-        return found
+        # The listing was not read to its end: what it showed is there, what it did not show may be as well.
+        return found or CallFailed("list", CallFailure.UNAVAILABLE)
 
     async def _delete_input(self, batch: m.Batch, provider: BatchProvider) -> m.Event:
         """A deleted file stays deleted. Until the provider confirms it, absence of the batch proves nothing."""
         if batch.input_file_id is None:
             return m.InputDeleted()
         failure = await provider.delete_file(batch.input_file_id)
+        if failure is not None and batch.state is not m.BatchState.SUBMISSION_UNKNOWN:  # there it is tried again
+            self._telemetry.event(
+                "provider_file_left",
+                batch_id=batch.batch_id,
+                file_id=batch.input_file_id,
+                reason=failure.kind.value,
+            )
         return m.InputDeleted() if failure is None else m.InputNotDeleted(failure)
 
     # ------------------------------------------------------------------------------------------- on the water
 
-    def _poll_at(self, context: BatchContext, batch: m.Batch, at: datetime) -> None:
-        if batch.provider_batch_id is not None:
-            self._scheduler.schedule(Due(batch.batch_id, context.account, batch.provider_batch_id), at)
+    async def _poll_at(
+        self, context: BatchContext, batch: m.Batch, at: datetime, provider: BatchProvider
+    ) -> m.Event | None:
+        """Reading only. A batch restored from a lot without the provider's id finds it elsewhere, or asks again."""
+        provider_batch_id = batch.provider_batch_id or self._known_id(batch)
+        if provider_batch_id is None:
+            try:
+                await self._fleet.catch_up()
+            except KafkaUnavailable:
+                return m.PollFailed(CallFailed("ledger", CallFailure.UNAVAILABLE))
+            provider_batch_id = self._known_id(batch)
+        if provider_batch_id is None:
+            found = await self._list_ours(batch, provider)
+            if isinstance(found, CallFailed):
+                self._report(context.account, found)
+                return m.PollFailed(found)
+            if not found:
+                return m.PollFailed(CallFailed("list", CallFailure.NOT_FOUND))
+            provider_batch_id = min(found, key=partial(_age, batch)).provider_batch_id
+        self._scheduler.schedule(Due(batch.batch_id, context.account, provider_batch_id), at)
+        return None
+
+    def _known_id(self, batch: m.Batch) -> ProviderBatchId | None:
+        """The provider's id as any lot of the batch has it, ours first."""
+        lot_id = LotId(batch.batch_id)
+        ours = [task.ledger.lots[lot_id] for task in self._tasks.values() if lot_id in task.ledger.lots]
+        lots = [*ours, *self._fleet.lots_of(batch.batch_id).values()]
+        return next((lot.provider_batch_ids[0] for lot in lots if lot.provider_batch_ids), None)
 
     async def _cancel(self, batch: m.Batch, effect: m.CancelBatch, provider: BatchProvider) -> m.Event | None:
         """Cancelling twice is harmless at every provider."""
         if batch.provider_batch_id is None:
             return None
+        if effect.reason == m.WINDOW_PASSED:
+            self._telemetry.event(
+                "batch_window_exceeded",
+                batch_id=batch.batch_id,
+                provider_batch_id=batch.provider_batch_id,
+                age_s=round((self._clock.now() - (batch.submitted_at or batch.sealed_at)).total_seconds()),
+            )
         leader = self._tasks.get(min(batch.partitions))
         if leader is None or not leader.is_live:
             await self._clock.sleep(LEADER_PATIENCE_S)
@@ -383,6 +482,7 @@ class BatchWork:
     async def _land(
         self, context: BatchContext, batch: m.Batch, effect: m.LandResults, provider: BatchProvider
     ) -> m.Event:
+        await self._record_id(batch, effect.snapshot)  # a lot that came late would else end without it
         try:
             event = await self._landing.land(
                 batch.batch_id, self.own_lots(batch.batch_id), effect, provider, context.memory
@@ -423,7 +523,7 @@ class BatchWork:
                 if leading is not None and leading.state is not LotState.CLEAN:
                     return m.CleanUpWaits()
             for task, _ in open_lots.values():
-                await task.commit(lambda ledger: ledger.plan_clean(lot_id))
+                await task.commit(lambda ledger: ledger.plan_clean(lot_id), purpose="clean")
         except (PartitionLost, KafkaUnavailable):
             return m.CleanUpWaits()
         return m.CleanedUp()
@@ -442,12 +542,14 @@ class BatchWork:
         lots = [pair[1] for pair in mine.values()] + list(self._fleet.lots_of(batch.batch_id).values())
         is_kept = any(one.tally is not None and one.tally.extra.get("keep_files") for one in lots)
         if is_kept or self._settings.accounts[batch.key.account].keep_files:
+            self._telemetry.event("batch_cleaned", batch_id=batch.batch_id, files=0, kept=True)
             return True
         await task.confirm_ownership(FENCE_AGE_S)
         file_ids: list[FileId | None] = [lot.input_file_id]
         snapshot = batch.snapshot
-        if snapshot is None and lot.provider_batch_ids:
-            answer = await provider.retrieve(lot.provider_batch_ids[0])
+        known_id = batch.provider_batch_id or self._known_id(batch)
+        if snapshot is None and known_id is not None:
+            answer = await provider.retrieve(known_id)
             if isinstance(answer, CallFailed):
                 if answer.kind is not CallFailure.NOT_FOUND:
                     return False
@@ -458,6 +560,8 @@ class BatchWork:
         for file_id in file_ids:
             if file_id is not None and await provider.delete_file(file_id) is not None:
                 return False
+        gone = sum(1 for file_id in file_ids if file_id is not None)
+        self._telemetry.event("batch_cleaned", batch_id=batch.batch_id, files=gone, kept=False)
         return True
 
     def _report(self, account: str, failure: CallFailed) -> None:
@@ -482,6 +586,11 @@ def _plan_submitted(
     if lot is None or lot.state is not LotState.SUBMITTING:
         return []  # recorded, or even landed, while this waited for its turn
     return ledger.plan_submitted(lot_id, provider_batch_ids=(snapshot.provider_batch_id,), submitted_at=submitted_at)
+
+
+def _age(batch: m.Batch, snapshot: BatchSnapshot) -> tuple[datetime, str]:
+    """The order of twins: the oldest is the one that counts."""
+    return snapshot.created_at or batch.sealed_at, snapshot.provider_batch_id
 
 
 def _is_ours(batch: m.Batch, snapshot: BatchSnapshot) -> bool:

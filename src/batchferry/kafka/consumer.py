@@ -404,8 +404,8 @@ class GroupConsumer:
             self._slots[partition] = _Slot()
         for partition in now_ours:
             self._tell(partition, self._slots[partition], seek=True)
-        if now_ours or lost:
-            self._call_listener("on_assignment", kept, added, lost)
+        # Told also when nothing is ours: a member more than there are partitions must know that it has joined.
+        self._call_listener("on_assignment", kept, added, lost)
 
     def _give_up(self) -> None:
         lost = frozenset(self._slots)

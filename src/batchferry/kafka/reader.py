@@ -21,7 +21,7 @@ from batchferry.domain.offsets import OffsetSet
 from batchferry.kafka.dispose import in_background, stop_consumer
 from batchferry.kafka.faults import EXPECTED, unavailable
 from batchferry.kafka.settings import KafkaClientSettings, connection_arguments, fetch_arguments
-from batchferry.ports import Record
+from batchferry.ports import LogMark, Record
 
 CHUNK_RECORDS: Final = 2000
 """Most records of one yielded chunk; their bytes are bounded by the fetch limits."""
@@ -238,8 +238,12 @@ class TopicTail:
         """
         return self.reached(await self.mark())
 
-    async def mark(self) -> Mapping[TopicPartition, int]:
-        """The ends of all partitions now, for ``reached``: under constant writing ``caught_up`` may stay behind."""
+    async def mark(self) -> LogMark:
+        """The ends of all partitions now, for ``reached``: under constant writing ``caught_up`` may stay behind.
+
+        Raises:
+            KafkaUnavailable: no answer in time, or not started.
+        """
         client = self._client
         if client is None:
             raise KafkaUnavailable("this tail is not started")
@@ -247,8 +251,8 @@ class TopicTail:
             where: end for where, (start, end) in (await self._bounds.of(client.assignment())).items() if end > start
         }
 
-    def reached(self, mark: Mapping[TopicPartition, int]) -> bool:
-        """Whether ``poll`` has returned everything below these ends."""
+    def reached(self, mark: LogMark) -> bool:
+        """Whether ``poll`` has returned everything below these ends; False after ``stop``."""
         client = self._client
         if client is None:
             return False

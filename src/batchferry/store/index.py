@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import cast
 
 import msgspec
 
@@ -30,7 +29,7 @@ WHERE partition = ? AND offset IN (SELECT value FROM json_each(?))
 
 # One value of many parts goes in and comes out a quarter faster than as many columns. A Kafka header's value may
 # be null; what went in comes out.
-_Packed = tuple[bytes | None, tuple[tuple[str, bytes | None], ...], int, int, str]
+_Packed = tuple[bytes | None, Headers, int, int, str]
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(_Packed).decode
 _encode_json = msgspec.json.Encoder().encode
@@ -68,7 +67,7 @@ class RowIndex:
         for piece in _pieces(offsets, LOOKUP_ROWS):
             for offset, custom_id, packed in await self._database.fetch(_SELECT, (partition, _as_json(piece))):
                 key, headers, t0_ms, deadline_ms, digest = _unpack(packed)
-                found[offset] = IndexRow(offset, custom_id, key, cast("Headers", headers), t0_ms, deadline_ms, digest)
+                found[offset] = IndexRow(offset, custom_id, key, headers, t0_ms, deadline_ms, digest)
         return found
 
     async def known(self, partition: int, offsets: OffsetSet) -> OffsetSet:
@@ -84,15 +83,18 @@ class RowIndex:
             found.update(msgspec.json.decode(text, type=list[int]))
         return found
 
-    async def drop(self, partition: int, offsets: OffsetSet) -> None:
-        """Forget these rows; absent ones are no matter."""
+    async def drop(self, partition: int, offsets: OffsetSet) -> int:
+        """Forget these rows; absent ones are no matter. Returns how many there were."""
+        dropped = 0
         for piece in _pieces(offsets, PIECE_ROWS):
             clause, values = _among(piece)
             async with self._database.transaction() as connection:
-                await connection.execute(
+                cursor = await connection.execute(
                     f"DELETE FROM rows WHERE partition = ? AND {clause}",  # noqa: S608
                     (partition, *values),
                 )
+                dropped += max(0, cursor.rowcount)
+        return dropped
 
     async def drop_partition(self, partition: int) -> None:
         """Forget the partition, piece by piece so that others get their turn and the journal stays small."""

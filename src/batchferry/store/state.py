@@ -47,6 +47,7 @@ class LocalState:
         self._index = RowIndex(self._database)
         self._batches = BatchView(self._database)
         self._spool = Spool(self._folder.spool_path, max_spool_bytes, max_pending_bytes)
+        self._rows: dict[int, int] = {}
         self._is_open = False
         self._was_started = False
 
@@ -72,6 +73,7 @@ class LocalState:
     async def put_rows(self, partition: int, rows: Sequence[IndexRow]) -> None:
         """Index these rows; an offset that is there already is replaced."""
         await self._index.put(partition, rows)
+        self._rows[partition] = self._rows.get(partition, 0) + len(rows)
 
     async def get_rows(self, partition: int, offsets: Sequence[int]) -> Mapping[int, IndexRow]:
         """The rows found; offsets that are not indexed are absent."""
@@ -83,13 +85,20 @@ class LocalState:
 
     async def drop_rows(self, partition: int, offsets: OffsetSet) -> None:
         """Forget these rows; offsets that are not indexed are no matter."""
-        await self._index.drop(partition, offsets)
+        dropped = await self._index.drop(partition, offsets)
+        self._rows[partition] = max(0, self._rows.get(partition, 0) - dropped)
 
     async def drop_partition(self, partition: int) -> None:
         """Forget rows and segments of a partition; put nothing of it again before this has returned."""
         self._require_open()
         self._spool.drop_partition(partition)
         await self._index.drop_partition(partition)
+        self._rows.pop(partition, None)
+
+    @property
+    def indexed_rows(self) -> int:
+        """Rows in the index; one put twice counts twice until its partition is dropped."""
+        return sum(self._rows.values())
 
     async def same_custom_ids(self, partition: int, offsets: OffsetSet) -> Sequence[Sequence[int]]:
         """Groups of two or more of these offsets that share a custom_id, by first offset, each ascending."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -26,7 +27,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from batchferry.domain.errors import BatchferryError
 from batchferry.telemetry.catalogue import EVENTS, METRIC_PREFIX, METRICS, Kind
 from batchferry.telemetry.check import LabelGuard, event_spec, metric_spec, plain, span_attributes, text
-from batchferry.telemetry.logs import LogFormat, setup_logging, write
+from batchferry.telemetry.logs import LogFormat, count_library_errors, setup_logging, write
 from batchferry.telemetry.tracing import child_traceparent, parse_traceparent, render_traceparent
 
 METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -238,7 +239,9 @@ def build_telemetry(
 
         tracers = _tracers(resource, OTLPSpanExporter())
     telemetry = ServiceTelemetry(logger, meter_provider(resource, readers), registry, tracers, strict=strict)
+    count_library_errors(lambda name: telemetry.count("library_errors", logger=name))
     telemetry.gauge("build", 1, version=version)
+    telemetry.gauge("started_timestamp_seconds", time.time())
     return telemetry
 
 

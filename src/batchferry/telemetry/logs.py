@@ -11,7 +11,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Literal, TextIO
 
 import orjson
@@ -92,10 +92,15 @@ class LibraryHandler(logging.Handler):
         self._logger = logger
         self._told: dict[tuple[str, str], tuple[float, int]] = {}
         """By logger and template: when it was last written (monotonic seconds), and how often it was left out."""
+        self.count_error: Callable[[str], None] = lambda _logger: None
+        """Called for every error, those left out of the log too, with the first part of its logger's name."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record; never raises."""
-        spec = EVENTS["library_error" if record.levelno >= logging.ERROR else "library_warning"]
+        is_error = record.levelno >= logging.ERROR
+        spec = EVENTS["library_error" if is_error else "library_warning"]
+        if is_error:
+            self.count_error(record.name.partition(".")[0])
         fields: dict[str, Any] = {"logger": text(record.name)}
         if record.name.partition(".")[0] in _TEMPLATE_LOGGERS:
             fields["template"] = _template(record.msg)
@@ -116,6 +121,13 @@ class LibraryHandler(logging.Handler):
             write(self._logger, spec, fields)
         except Exception:  # noqa: BLE001 - a full disk behind the log must not stop the work
             self.handleError(record)
+
+
+def count_library_errors(count: Callable[[str], None]) -> None:
+    """Have ``count`` called with the library's name for every error that a library tells from now on."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, LibraryHandler):
+            handler.count_error = count
 
 
 def _template(message: object) -> str:

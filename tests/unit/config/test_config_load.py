@@ -242,6 +242,7 @@ def test_a_setting_that_was_refused_causes_no_second_complaint(tmp_path: Path):
     [
         ("routes: {a: {max_wait_s: 5h}}", "max_wait_s of 5 h is longer than the SLA allows: SLA 30 h - completion"),
         ("routes: {a: {margin_s: 30m}}", "poll cap 5 min + cancel 10 min + download 10 min + rescue lead 30 min"),
+        ("routes: {a: {sla_s: 31d}}", "routes.a.sla_s: is 744 h, more than limits.max_sla_s with 720 h"),
         ("routes: {a: {max_bytes: 300MB}}", "accounts.default.limits.max_file_bytes"),
         ("routes: {a: {}, b: {}}", "routes.b: is never tried"),
         ("routes: {A b: {}}", "is not a name"),

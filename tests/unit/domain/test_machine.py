@@ -504,6 +504,43 @@ def test_a_listing_that_lags_does_not_undo_an_end():
     assert story.batch.state is S.LANDING
 
 
+@pytest.mark.parametrize("news", [PollAnswered(shown(P.COMPLETED)), PollFailed(failed(CallFailure.UNAVAILABLE))])
+def test_a_poll_that_is_answered_during_a_reading_starts_no_second_one(news: Event):
+    """Two readings would share their files: a poll that was under way when the first began is dropped."""
+    story = landing()
+    assert story.tell(news, after(101)) == ()
+    (again,) = story.tell(ResultsIncomplete("null ids"), after(102))
+    assert isinstance(again, PollAt)
+    assert story.tell(PollAnswered(shown(P.COMPLETED)), after(162)) == (LandResults(shown(P.COMPLETED)),)
+    assert story.tell(news, after(163)) == ()
+
+
+def test_the_last_reading_is_not_joined_by_another():
+    """Also while the last chance is waited for, a late poll starts nothing."""
+    story = landing()
+    (effect,) = story.tell(ResultsIncomplete("fewer lines"), after(100 + 900))
+    assert effect == LandResults(shown(P.COMPLETED), is_last_chance=True, after_s=60.0)
+    assert story.tell(PollAnswered(shown(P.COMPLETED)), after(1_010)) == ()
+
+
+def test_the_first_poll_after_a_restart_gives_every_lot_the_providers_id():
+    """A lot gained before that poll could not be told the id yet; repeated, the record is harmless, and is left out."""
+    story = Story(S.VALIDATING, provider_batch_id=BATCH_1, submitted_at=START)
+    assert story.tell(LotGained()) == ()
+    record, poll = story.tell(PollAnswered(shown(P.IN_PROGRESS)), after(1))
+    assert record == RecordSubmitted(shown(P.IN_PROGRESS))
+    assert isinstance(poll, PollAt)
+    assert [type(one) for one in story.tell(PollAnswered(shown(P.IN_PROGRESS)), after(20))] == [PollAt]
+
+
+def test_a_landed_batch_learns_its_id_from_the_poll():
+    """Restored as landed without an id, a batch that is read again knows afterwards what the provider calls it."""
+    story = Story(S.LANDED)
+    assert story.tell(LotGained()) == (PollAt(START),)
+    story.tell(PollAnswered(shown(P.COMPLETED)), after(1))
+    assert story.batch.provider_batch_id == BATCH_1
+
+
 def test_a_lot_that_is_gained_after_landing_is_read_too():
     """Its rows may be settled by nobody: the files are read again; a restored batch is asked for them first."""
     story = landing()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 
 import orjson
 import pytest
@@ -16,10 +16,10 @@ from batchferry.domain.requests import (
     RecordRule,
     Request,
     RequestRules,
+    check_deadline,
     check_timestamp,
     estimate_tokens,
     parse_request,
-    resolve_deadline,
 )
 
 NOW = datetime(2026, 11, 15, 12, 0, tzinfo=UTC)
@@ -401,16 +401,13 @@ def test_timestamp_rules():
         assert found.rule.value == rule
 
 
-def test_deadline_resolution():
-    """The deadline header rules, else t0 plus sla or default; too far away is refused, in the past is not."""
+def test_a_deadline_too_far_away_is_refused():
+    """The deadline header is bound like an SLA; one in the past is no fault of the record."""
     rules = RequestRules(max_sla_s=3600)
-    plain = accepted(record())
-    assert resolve_deadline(plain, NOW, 60, rules) == NOW + timedelta(seconds=60)
-    assert resolve_deadline(accepted(record(), [("sla", b"PT2M")]), NOW, 60, rules) == NOW + timedelta(minutes=2)
-    past = accepted(record(), [("deadline", b"2020-01-01T00:00:00Z")])
-    assert resolve_deadline(past, NOW, 60, rules) == datetime(2020, 1, 1, tzinfo=UTC)
-    far = resolve_deadline(accepted(record(), [("deadline", b"2027-01-01T00:00:00Z")]), NOW, 60, rules)
-    assert isinstance(far, BadRecord)
+    assert check_deadline(accepted(record()), NOW, rules) is None
+    assert check_deadline(accepted(record(), [("deadline", b"2020-01-01T00:00:00Z")]), NOW, rules) is None
+    far = check_deadline(accepted(record(), [("deadline", b"2027-01-01T00:00:00Z")]), NOW, rules)
+    assert far is not None
     assert (far.rule, far.custom_id) == (RecordRule.BAD_HEADER, "a")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -162,6 +164,15 @@ def test_kafka_timestamps_round_trip(milliseconds: int):
     """Milliseconds become an instant and come back unchanged."""
     assert to_ms(from_ms(milliseconds)) == milliseconds
     assert from_ms(milliseconds).tzinfo is not None
+
+
+@given(st.integers())
+def test_any_timestamp_is_some_instant(milliseconds: int):
+    """A timestamp or a deadline that no calendar holds is cut to the first or last year, never refused."""
+    instant = from_ms(milliseconds)
+    assert instant.tzinfo is UTC
+    if abs(to_ms(instant) - milliseconds) > 1:
+        assert instant.year == (9999 if milliseconds > 0 else 1)
 
 
 @given(

@@ -33,7 +33,7 @@ async def test_a_row_comes_back_as_it_was(state: LocalState) -> None:
     rows = [
         IndexRow(0, "a\x00b🚢", b"\x00\xff", (("h", b"1"), ("h", b""), ("ü", b"\x00")), -1, 2**62, "k1"),
         IndexRow(7, "", b"", (), 0, 0, "k2"),
-        IndexRow(2**40, "x" * 5000, None, (("n", None),), 1, 1, "k1"),  # type: ignore[arg-type]
+        IndexRow(2**40, "x" * 5000, None, (("n", None),), 1, 1, "k1"),
     ]
     await state.put_rows(3, rows)
     assert await state.get_rows(3, [2**40, 0, 7, 5]) == {row.offset: row for row in rows}

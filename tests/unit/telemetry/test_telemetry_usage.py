@@ -51,6 +51,16 @@ def literals(node: ast.expr, assigned: Mapping[str, list[ast.expr]]) -> Iterator
             yield from literals(value, {})
 
 
+def words_of(keyword: ast.keyword) -> Iterator[str]:
+    """The names a keyword argument gives; ``**{"class": x}`` gives a word that cannot be written as one."""
+    if keyword.arg is not None:
+        yield keyword.arg
+    elif isinstance(keyword.value, ast.Dict):
+        for key in keyword.value.keys:
+            if isinstance(key, ast.Constant):
+                yield str(key.value)
+
+
 def calls(function: ast.AST, path: Path) -> Iterator[Told]:
     """What one function, or a module outside its functions, tells."""
     assigned: dict[str, list[ast.expr]] = {}
@@ -74,7 +84,7 @@ def calls(function: ast.AST, path: Path) -> Iterator[Told]:
             method = aliases[node.func.id]
         else:
             continue
-        keywords = frozenset(one.arg for one in node.keywords if one.arg is not None)
+        keywords = frozenset(keyword for one in node.keywords for keyword in words_of(one))
         for name in literals(node.args[0], assigned):
             yield Told(f"{path.relative_to(SOURCE)}:{node.lineno}", method, name, keywords)
 

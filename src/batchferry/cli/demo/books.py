@@ -185,7 +185,7 @@ async def _all(reader: LogReader, topic: str, partitions: int) -> AsyncIterator[
 
 
 def _asked(record: Record) -> _Asked:
-    headers = dict(record.headers)
+    headers = {name: value or b"" for name, value in record.headers}
     custom_id = None
     for decode in (_decode_named, _decode_event):
         try:

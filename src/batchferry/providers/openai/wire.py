@@ -7,6 +7,7 @@ without an id is no answer.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -267,7 +268,12 @@ def request_line(url: str, body: bytes) -> bytes:
     """
     if b"\n" in body or b"\r" in body:
         raise ValueError("a request body holds a raw line break: replace those between tokens by spaces first")
-    return b',"method":"POST","url":' + msgspec.json.encode(url) + b',"body":' + body + b"}\n"
+    return b"".join((_before_body(url), body, b"}\n"))  # one copy of the body
+
+
+@functools.lru_cache(maxsize=64)
+def _before_body(url: str) -> bytes:
+    return b',"method":"POST","url":' + msgspec.json.encode(url) + b',"body":'
 
 
 def request_head(wire_id: str) -> bytes:

@@ -1,0 +1,178 @@
+"""Landing where a partition goes, a file is large, or a provider had no room for a whole batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from engine_kit import BATCH, LOT, PLATFORM, Harbour, lot, shown
+
+from batchferry.domain.batcherrors import BatchErrorKind
+from batchferry.domain.ids import WireId
+from batchferry.domain.ledger import LotState
+from batchferry.domain.machine import LandResults, ResultsIncomplete, ResultsRead
+from batchferry.domain.provider import DownloadedFile, LineError, ProviderStatus
+from batchferry.domain.rows import ResultLine, RowClass
+from batchferry.engine import landing as rooms
+from batchferry.engine.landing import PACK_TOKENS, Landing, LandingMemory
+from batchferry.engine.partition import PartitionTask
+
+
+class Holds:
+    """Holds that are only noted."""
+
+    def __init__(self) -> None:
+        self.placed: list[str] = []
+
+    def cancel_wish(self, _batch_id: str) -> None:
+        """Nobody wants it cancelled."""
+
+    async def place_key(self, _key: object, reason: str) -> None:
+        self.placed.append(reason)
+
+
+class Dock:
+    """Landing of a harbour, and a provider whose result file is what is given here."""
+
+    def __init__(self, harbour: Harbour) -> None:
+        self.harbour = harbour
+        self.holds: Any = Holds()
+        self.lines: list[bytes] = []
+        harbour.provider.download = self.download
+        harbour.provider.parse_line = self.parse
+        harbour.provider.classify_batch_error = lambda _error: BatchErrorKind.TOKEN_LIMIT
+        self.landing = Landing(
+            harbour.settings, harbour.store, harbour.clock, harbour.telemetry, harbour.router, harbour.source,
+            harbour.outcomes, self.holds,
+        )  # fmt: skip
+
+    async def download(self, _file_id: str, to: Path) -> DownloadedFile:
+        content = b"".join(self.lines)
+        to.write_bytes(content)
+        return DownloadedFile(len(content), "0" * 64)
+
+    def parse(self, line: bytes, _endpoint: str) -> ResultLine:
+        said = json.loads(line)
+        return ResultLine(said["id"], RowClass(said["class"]), body=said["body"].encode(), code=said["class"])
+
+    def answer(self, task: PartitionTask, offset: int, row_class: RowClass, body: str = "{}") -> None:
+        """A line of the result file."""
+        wire_id = str(WireId(task.ledger_id, task.partition, offset, 1))
+        said = {"id": wire_id, "class": row_class.value, "body": body}
+        self.lines.append(json.dumps(said).encode() + b"\n")
+
+    async def land(self, effect: LandResults) -> Any:
+        own = {
+            partition: (task, task.ledger.lots[LOT])
+            for partition, task in self.harbour.tasks.items()
+            if LOT in task.ledger.lots
+        }
+        return await self.landing.land(BATCH, own, effect, self.harbour.provider, LandingMemory())
+
+
+def at_provider(offsets: list[int], **changes: Any) -> Any:
+    """A lot whose batch exists."""
+    return lot(LotState.SUBMITTED, offsets, provider_batch_ids=(PLATFORM,), **changes)
+
+
+async def test_a_partition_that_goes_while_absent_rows_are_settled_is_no_bug(tmp_path: Path) -> None:
+    """The reading ends as incomplete, like everywhere else in it, and the other partitions are read again."""
+    async with Harbour(tmp_path) as harbour:
+        task = await harbour.task()
+        for offset in range(3):
+            harbour.log.put(offset)
+        retried_once = {RowClass.MISSING.value: {1: at_provider([0, 1, 2]).offsets}}
+        await harbour.hold(at_provider([0, 1, 2], attempts=retried_once))
+        originals = harbour.source.originals
+
+        async def go(*arguments: Any) -> Any:
+            quotes = await originals(*arguments)
+            task.lose("moved")
+            return quotes
+
+        harbour.source.originals = go  # type: ignore[method-assign]
+        event = await Dock(harbour).land(LandResults(shown(), is_last_chance=True))
+        assert event == ResultsIncomplete("partition_moved")
+
+
+async def test_answers_are_handed_on_by_their_bytes_too(tmp_path: Path, monkeypatch: Any) -> None:
+    """Few rows with long answers do not gather in memory until there are many of them."""
+    monkeypatch.setattr(rooms, "CHUNK_BYTES", 40_000)
+    monkeypatch.setattr(rooms, "READ_BYTES", 1_000)
+    async with Harbour(tmp_path) as harbour:
+        task = await harbour.task()
+        offsets = list(range(12))
+        for offset in offsets:
+            harbour.log.put(offset)
+        await harbour.hold(at_provider(offsets))
+        dock = Dock(harbour)
+        for offset in offsets:
+            dock.answer(task, offset, RowClass.SUCCEEDED, '"' + "x" * 15_000 + '"')
+        settle, sizes = task.settle, []
+
+        async def watched(settlements: Any) -> None:
+            sizes.append(len(settlements))
+            await settle(settlements)
+
+        task.settle = watched  # type: ignore[method-assign]
+        assert await dock.land(LandResults(shown())) == ResultsRead()
+        assert sizes == [3, 3, 3, 3]
+        assert task.ledger.lots[LOT].state is LotState.DONE
+
+
+async def test_failing_lines_are_read_again_within_bounds(tmp_path: Path, monkeypatch: Any) -> None:
+    """Of long lines fewer are in memory at a time; one longer than the bound is read alone."""
+    monkeypatch.setattr(rooms, "CHUNK_BYTES", 5_000)
+    read: list[int] = []
+    read_places = rooms._read_places
+
+    def watched(paths: Any, places: Any) -> Any:
+        read.append(len(places))
+        return read_places(paths, places)
+
+    monkeypatch.setattr(rooms, "_read_places", watched)
+    async with Harbour(tmp_path) as harbour:
+        task = await harbour.task()
+        for offset in range(5):
+            harbour.log.put(offset)
+        await harbour.hold(at_provider(list(range(5))))
+        dock = Dock(harbour)
+        for offset, size in enumerate([2_000, 2_000, 2_000, 9_000, 100]):
+            dock.answer(task, offset, RowClass.INVALID_REQUEST, '"' + "x" * size + '"')
+        assert await dock.land(LandResults(shown())) == ResultsRead()
+        assert read == [2, 1, 1, 1]
+        assert {one["error"]["class"] for one in harbour.failures().values()} == {"invalid_request"}
+        assert len(harbour.failures()) == 5
+
+
+async def test_an_answer_to_a_record_that_todays_rules_refuse_keeps_the_callers_words(tmp_path: Path) -> None:
+    """The record is in the log, so it is not lost input, and its outcome carries its key and custom_id."""
+    async with Harbour(tmp_path) as harbour:
+        task = await harbour.task()
+        harbour.log.put(0, value=b'{"custom_id": "c0", "body": {"model": "gpt-4o-mini", "stream": true}}')
+        await harbour.hold(at_provider([0]))
+        dock = Dock(harbour)
+        dock.answer(task, 0, RowClass.SUCCEEDED)
+        assert await dock.land(LandResults(shown())) == ResultsRead()
+        results = harbour.settings.topics.results
+        transactions = harbour.log.producers[0].transactions
+        (record,) = (one for records, _ in transactions for one in records if one.topic == results)
+        assert (record.key, json.loads(record.value or b"")["custom_id"]) == (b"k0", "c0")
+        assert not harbour.telemetry.named("input_lost")
+
+
+async def test_a_batch_that_was_too_many_tokens_comes_back_by_halves(tmp_path: Path) -> None:
+    """Its waiting rows say how many tokens may travel together: half of what was refused, half again the next time."""
+    async with Harbour(tmp_path) as harbour:
+        task = await harbour.task()
+        for offset in range(4):
+            harbour.log.put(offset)
+        await harbour.hold(at_provider(list(range(4))))
+        dock = Dock(harbour)
+        refused = shown(ProviderStatus.FAILED, output_file_id=None, errors=(LineError("token_limit_exceeded"),))
+        assert await dock.land(LandResults(refused)) == ResultsRead()
+        assert dock.holds.placed == ["token_limit_exceeded"]
+        (waiting,) = task.waiting_lots().values()
+        assert waiting.extra == {PACK_TOKENS: 40}
+        assert not waiting.attempts

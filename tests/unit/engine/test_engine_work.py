@@ -1,0 +1,195 @@
+"""What effects do where the usual way is barred: ids nobody knows, lists without an end, a disk that keeps files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engine_kit import ACCOUNT, BATCH, KEY, LOT, NOW, PLATFORM, Harbour, batch, lot, shown
+
+from batchferry.domain.accumulator import SealReason
+from batchferry.domain.errors import StoreUnavailable
+from batchferry.domain.ids import FileId
+from batchferry.domain.ledger import Lot, LotState
+from batchferry.domain.machine import (
+    BatchNotFound,
+    BatchState,
+    CleanedUp,
+    CleanUp,
+    HandRowsOn,
+    LandResults,
+    LookUpBatch,
+    LookUpFailed,
+    PollAt,
+    PollFailed,
+    RecordSubmitted,
+    ResultsRead,
+    RowsHandedOn,
+    SubmittedRecorded,
+)
+from batchferry.domain.offsets import OffsetSet
+from batchferry.domain.provider import BatchPage, CallFailure, ProviderStatus
+from batchferry.engine import work as rooms
+from batchferry.engine.sealed import SealedBatch, SealedPart
+from batchferry.engine.work import BatchContext, BatchWork
+
+
+class Fleet:
+    """Lots that other replicas have recorded."""
+
+    def __init__(self) -> None:
+        self.lots: dict[int, Lot] = {}
+
+    async def catch_up(self) -> None:
+        """All is read."""
+
+    def lots_of(self, _batch_id: str) -> Mapping[int, Lot]:
+        return self.lots
+
+
+class Yard:
+    """The work of a harbour, with what it schedules and starts."""
+
+    def __init__(self, harbour: Harbour, landing: Any = None) -> None:
+        self.fleet: Any = Fleet()
+        self.scheduled: list[Any] = []
+        self.made: list[SealedBatch] = []
+        self.context = BatchContext(None, ACCOUNT)
+        scheduler: Any = SimpleNamespace(schedule=lambda due, at: self.scheduled.append((due.provider_batch_id, at)))
+        holds: Any = None
+        self.work = BatchWork(
+            harbour.settings, {ACCOUNT: harbour.provider}, harbour.tasks, harbour.store, harbour.clock,
+            harbour.telemetry, self.fleet, holds, landing, harbour.outcomes, scheduler, self.made.append, lambda: 0,
+        )  # fmt: skip
+
+    async def run(self, state: BatchState, effect: Any, **changes: Any) -> Any:
+        """Carry out an effect of the batch."""
+        return await self.work.run(self.context, batch(state, **changes), effect)
+
+
+def submitted(offsets: list[int], partition: int = 0, **changes: Any) -> Lot:
+    """A lot whose batch has its id on record."""
+    return lot(LotState.SUBMITTED, offsets, partition, provider_batch_ids=(PLATFORM,), submitted_at=NOW, **changes)
+
+
+async def test_a_batch_restored_without_its_id_polls_by_the_id_of_another_lot(tmp_path: Path) -> None:
+    """Our own lots are asked first, then those of the other replicas."""
+    async with Harbour(tmp_path) as harbour:
+        await harbour.task()
+        yard = Yard(harbour)
+        await harbour.hold(lot(LotState.SUBMITTING, [1]))
+        yard.fleet.lots = {1: submitted([1], 1)}
+        assert await yard.run(BatchState.LANDING, PollAt(NOW)) is None
+        yard.fleet.lots = {}
+        await harbour.task(1)
+        await harbour.hold(submitted([1], 1))
+        assert await yard.run(BatchState.LANDING, PollAt(NOW)) is None
+        assert yard.scheduled == [(PLATFORM, NOW)] * 2
+
+
+async def test_a_batch_whose_id_no_lot_has_is_looked_for_and_asked_for_again(tmp_path: Path) -> None:
+    """The provider's list is searched for it; not found is an answer as of a poll, so that it is tried again."""
+    async with Harbour(tmp_path) as harbour:
+        await harbour.task()
+        yard = Yard(harbour)
+        answer = await yard.run(BatchState.LANDING, PollAt(NOW))
+        assert isinstance(answer, PollFailed)
+        assert answer.failure.kind is CallFailure.NOT_FOUND
+        harbour.provider.pages[None] = BatchPage((shown(metadata={"batch_id": BATCH}),))
+        assert await yard.run(BatchState.LANDING, PollAt(NOW)) is None
+        assert yard.scheduled == [(PLATFORM, NOW)]
+
+
+async def test_a_lot_that_comes_late_gets_the_providers_id_before_it_lands(tmp_path: Path) -> None:
+    """A lot still SUBMITTING when its results are read does not end without the id."""
+    async with Harbour(tmp_path) as harbour:
+        task = await harbour.task()
+        await harbour.hold(lot(LotState.SUBMITTING, [1]))
+        seen: list[Lot] = []
+
+        async def land(_batch_id: str, own: Any, *_: object) -> ResultsRead:
+            seen.extend(pair[1] for pair in own.values())
+            await task.commit(lambda ledger: ledger.plan_dissolve(LOT, _heirs(ledger.held_by(LOT))))
+            return ResultsRead()
+
+        landing = SimpleNamespace(land=land)
+        assert await Yard(harbour, landing).run(BatchState.LANDING, LandResults(shown())) == ResultsRead()
+        assert [(one.state, one.provider_batch_ids) for one in seen] == [(LotState.SUBMITTED, (PLATFORM,))]
+
+
+def _heirs(rows: OffsetSet) -> list[Lot]:
+    return [lot(LotState.WAITING, list(rows), lot_id="H", submission=2)]
+
+
+async def test_recording_the_id_again_tells_nothing_again(tmp_path: Path) -> None:
+    """The first record tells that the batch is submitted; a restart's is silent, and so is the topic of events."""
+    async with Harbour(tmp_path) as harbour:
+        await harbour.task()
+        await harbour.hold(lot(LotState.SUBMITTING, [1]))
+        yard = Yard(harbour)
+        for _ in range(2):
+            assert await yard.run(BatchState.VALIDATING, RecordSubmitted(shown())) == SubmittedRecorded()
+        assert len(harbour.telemetry.named("batch_submitted")) == 1
+        events = harbour.settings.topics.events
+        told = [one for records, _ in harbour.log.producers[0].transactions for one in records if one.topic == events]
+        assert len(told) == 1
+
+
+async def test_files_are_deleted_though_the_leaders_lot_lacks_the_id(tmp_path: Path) -> None:
+    """A lot that is DONE without the id: the result files are found by a sibling's."""
+    async with Harbour(tmp_path) as harbour:
+        await harbour.task()
+        done = lot(LotState.DONE, [1], partitions=(0, 1), input_file_id=FileId("in"))
+        await harbour.hold(done)
+        harbour.provider.shown = shown(error_file_id=FileId("errors"))
+        yard = Yard(harbour)
+        yard.fleet.lots = {1: lot(LotState.DONE, [1], 1, provider_batch_ids=(PLATFORM,))}
+        assert await yard.run(BatchState.LANDED, CleanUp(), partitions=(0, 1)) == CleanedUp()
+        assert harbour.provider.gone == ["in", "out", "errors"]
+
+
+async def test_a_list_that_was_not_read_to_its_end_proves_no_absence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the last page that is read, or one that leads nowhere, the look-up has failed; a listed batch is found."""
+    monkeypatch.setattr(rooms, "MAX_LOOKUP_PAGES", 3)
+    async with Harbour(tmp_path) as harbour:
+        await harbour.task()
+        yard = Yard(harbour)
+        other = shown(status=ProviderStatus.IN_PROGRESS)
+        pages = harbour.provider.pages
+        pages.update({None: BatchPage((other,), "1"), "1": BatchPage((other,), "2"), "2": BatchPage((other,), "3")})
+        assert isinstance(await yard.run(BatchState.SUBMISSION_UNKNOWN, LookUpBatch()), LookUpFailed)
+        pages["1"] = BatchPage((other,), "1")
+        assert isinstance(await yard.run(BatchState.SUBMISSION_UNKNOWN, LookUpBatch()), LookUpFailed)
+        pages["1"] = BatchPage((shown(created_at=NOW - timedelta(days=1)),), "2")
+        assert await yard.run(BatchState.SUBMISSION_UNKNOWN, LookUpBatch()) == BatchNotFound(is_final=False)
+
+
+async def test_rows_that_no_lot_names_are_handed_on_before_the_disk_is_tidied(tmp_path: Path) -> None:
+    """A file that cannot be deleted neither loses the rows nor sets the batch aside."""
+    async with Harbour(tmp_path) as harbour:
+        recorded, fresh = await harbour.task(0), await harbour.task(1)
+        await harbour.hold(lot(LotState.SUBMITTING, [1], partitions=(0, 1)))
+        yard = Yard(harbour)
+        parts = {
+            0: SealedPart(recorded, OffsetSet([1]), 100, 10),
+            1: SealedPart(fresh, OffsetSet([2, 3]), 100, 10),
+        }
+        yard.context = BatchContext(SealedBatch(BATCH, KEY, SealReason.TIME, parts, (), NOW, 0), ACCOUNT)
+        yard.context.recorded = {0}
+
+        def refuse(_refs: object) -> None:
+            raise StoreUnavailable("read-only")
+
+        harbour.store.delete_segments = refuse  # type: ignore[method-assign]
+        assert await yard.run(BatchState.REFUSED, HandRowsOn("partition_moved"), partitions=(0, 1)) == RowsHandedOn()
+        (rest,) = yard.made
+        assert {partition: part.offsets for partition, part in rest.parts.items()} == {1: OffsetSet([2, 3])}
+        (waiting,) = recorded.waiting_lots().values()
+        assert waiting.offsets == OffsetSet([1])
+        assert harbour.telemetry.named("store_unavailable")[0]["what"] == "segments"
