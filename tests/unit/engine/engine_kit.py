@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 from batchferry.app import request_rules
 from batchferry.config import load_settings
@@ -194,7 +194,7 @@ class Harbour:
         )  # fmt: skip
         self._settlers: list[asyncio.Task[None]] = []
 
-    async def __aenter__(self) -> Harbour:
+    async def __aenter__(self) -> Self:
         await self.store.start()
         return self
 
