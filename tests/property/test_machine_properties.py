@@ -43,6 +43,7 @@ from batchferry.domain.machine import (
     Effect,
     Event,
     HandRowsOn,
+    HeldBack,
     Hold,
     InputDeleted,
     InputNotDeleted,
@@ -288,7 +289,7 @@ def test_every_end_at_the_provider_leads_to_landing(
 Answer = Callable[[BatchSnapshot, CallFailed, bool], Event]
 
 ANSWERS: dict[type[Effect], tuple[Answer, ...]] = {
-    Admit: (lambda *_: Admitted(), lambda *_: InputUnusable()),
+    Admit: (lambda *_: Admitted(), lambda *_: HeldBack(), lambda *_: InputUnusable()),
     UploadInput: (
         lambda *_: InputUploaded(FileId("file-1")),
         lambda _s, failure, _f: UploadFailed(failure),

@@ -171,6 +171,11 @@ class Admitted(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class HeldBack(Event):
+    """A hold stands: the rows are better kept as offsets in the ledger than as lines on the disk."""
+
+
+@dataclass(frozen=True, slots=True)
 class InputUploaded(Event):
     """The provider holds the file."""
 
@@ -359,7 +364,7 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class Admit(Effect):
-    """Wait until no hold stands. Answers Admitted or InputUnusable. Twice is harmless: nothing is written."""
+    """Wait for room. Answers Admitted, HeldBack or InputUnusable. Twice is harmless: nothing is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -554,6 +559,12 @@ def _growing(first_s: float, factor: float, max_s: float, tries: int) -> float:
 @_on(S.SEALED, Admitted, to=(S.UPLOADING,))
 def _admitted(batch: Batch, _event: Event, now: datetime, _settings: MachineSettings) -> Transition:
     return Transition(_enter(batch, S.UPLOADING, now, tries=batch.tries), (UploadInput(),))
+
+
+@_on(S.SEALED, HeldBack, to=(S.REFUSED,))
+def _held_back(batch: Batch, _event: Event, now: datetime, _settings: MachineSettings) -> Transition:
+    """One held account must not fill the disk of all: its rows wait as lots, and are read again at the release."""
+    return Transition(_enter(batch, S.REFUSED, now), (HandRowsOn("held"),))
 
 
 @_on((S.SEALED, S.UPLOADING), InputUnusable, to=(S.REFUSED,))
@@ -905,14 +916,24 @@ _ignore((*_AFTER, S.VALIDATING, S.IN_PROGRESS, S.FINALIZING), CancelAnswered, Ca
 _ignore((*_BEFORE, S.LANDING, *_END), LotGained)
 _ignore(_ALL, SubmittedRecorded)
 _ignore((S.SUBMITTING, S.SUBMISSION_UNKNOWN, S.REFUSED, *IN_FLIGHT, S.LANDING, S.LANDED), InputUnusable)
-_ignore((S.REFUSED,), Admitted, UploadFailed)
+_ignore((S.REFUSED,), Admitted, HeldBack, UploadFailed)
 _ignore((S.REFUSED, *_END), InputDeleted, InputNotDeleted)
 _ignore((*IN_FLIGHT, S.LANDING, S.LANDED, *_END), BatchFound, BatchNotFound, LookUpFailed)
 _ignore((*IN_FLIGHT, S.LANDING, S.LANDED), InputDeleted, InputNotDeleted)
 _ignore(_END, RowsHandedOn, CleanedUp, CleanUpWaits, ResultsRead, ResultsIncomplete, ResultsUnavailable)
 _ignore((S.LANDED,), ResultsRead, ResultsIncomplete, ResultsUnavailable)
 _ignore((S.LANDING,), CleanedUp, CleanUpWaits)
-_ignore(_END, Admitted, InputUploaded, UploadFailed, InputUnusable, SubmittingRecorded, SubmittingRefused, RecreateDue)
+_ignore(
+    _END,
+    Admitted,
+    HeldBack,
+    InputUploaded,
+    UploadFailed,
+    InputUnusable,
+    SubmittingRecorded,
+    SubmittingRefused,
+    RecreateDue,
+)
 _ignore((S.QUARANTINED,), CreateAccepted, CreateRefused, CreateNotSent, CreateUnanswered)
 
 

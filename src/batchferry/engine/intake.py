@@ -20,7 +20,7 @@ from batchferry.config import Settings
 from batchferry.domain.accumulator import Accumulator, Sealed, SealReason
 from batchferry.domain.batchkey import BatchKey
 from batchferry.domain.errors import KafkaUnavailable, PartitionLost, StoreUnavailable
-from batchferry.domain.ids import new_batch_id
+from batchferry.domain.ids import MAX_WIRE_ID_CHARS, new_batch_id
 from batchferry.domain.requests import BadRecord, check_timestamp
 from batchferry.engine.outcomes import OutcomeWriter
 from batchferry.engine.partition import PartitionTask, Settlement
@@ -40,8 +40,6 @@ STORE_PAUSE_S = 2.0
 KAFKA_PAUSE_S = 2.0
 """Real seconds before the next poll after one that failed."""
 
-WIRE_ID_CHARS = 40
-"""Longest wire id; it goes in front of each line in the file, and counts there."""
 
 NewBatch = Callable[[SealedBatch], Awaitable[None]]
 
@@ -73,7 +71,7 @@ class Intake:
         self._source = source
         self._outcomes = outcomes
         self._providers = providers
-        self._head_bytes = max((len(one.line_head("w" * WIRE_ID_CHARS)) for one in providers.values()), default=0)
+        self._head_bytes = max((len(one.line_head("w" * MAX_WIRE_ID_CHARS)) for one in providers.values()), default=0)
         self._tasks = tasks
         self._new_batch = new_batch
         self.accumulator = Accumulator(self._limits.max_open_keys)

@@ -6,6 +6,7 @@ Every method answers with an event. Each says why doing it twice is harmless, or
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -27,8 +28,8 @@ from batchferry.engine.scheduler import Due, PollScheduler
 from batchferry.engine.sealed import BatchFile, SealedBatch, remaining
 from batchferry.ports import BatchProvider, Clock, LocalStore, OutRecord, SpoolRef, Telemetry
 
-HOLD_LOOK_S = 0.5
-"""Real seconds between two looks whether a hold has ended."""
+ROOM_LOOK_S = 0.5
+"""Real seconds between two looks whether another batch may go."""
 LEADER_PATIENCE_S = 120.0
 """After so long any owner cancels in the leader's place."""
 FENCE_AGE_S = 30.0
@@ -36,6 +37,8 @@ FENCE_AGE_S = 30.0
 MAX_LOOKUP_PAGES = 100
 LOOKUP_SLACK_S = 600.0
 """The provider's clock may differ: a listing is read so far back beyond the batch's own time."""
+HELD = "held"
+"""Why the machine hands rows on when a hold stands."""
 STORE_PAUSE_S = 5.0
 CREATE_RESERVE_S = 1.0
 """A create is not started with less than this left of its time to live (real seconds)."""
@@ -156,9 +159,11 @@ class BatchWork:
         while True:
             if not sealed.is_whole:
                 return m.InputUnusable()
-            if not self._holds.standing(batch.key) and self._in_flight() < self._limits.max_batches_in_flight:
+            if self._holds.standing(batch.key):
+                return m.HeldBack()
+            if self._in_flight() < self._limits.max_batches_in_flight:
                 return m.Admitted()
-            await asyncio.sleep(HOLD_LOOK_S)
+            await asyncio.sleep(ROOM_LOOK_S)
 
     async def _upload(self, context: BatchContext, batch: m.Batch, provider: BatchProvider) -> m.Event:
         """Twice leaves a second file at the provider, which expires by itself."""
@@ -330,6 +335,9 @@ class BatchWork:
             rows = sum(lot.own_rows for _, lot in own.values())
             self._possibly_paid_twice(batch, rows, "input_file_not_deleted")
         sealed = context.sealed
+        if sealed is not None and effect.reason == HELD:
+            await self._park(sealed)
+            recorded.update(sealed.partitions)
         if sealed is not None:
             now = self._clock.now()
             rest = remaining(sealed, new_batch_id(now.timestamp()), recorded | context.recorded, now)
@@ -339,6 +347,24 @@ class BatchWork:
             kept = set() if rest is None else set(rest.refs)
             self._drop_segments([ref for ref in sealed.refs if ref not in kept])
         return m.RowsHandedOn()
+
+    async def _park(self, sealed: SealedBatch) -> None:
+        """Keep the rows of a held batch as waiting lots: a few bytes in the ledger, nothing on the disk.
+
+        Rows that came out of waiting lots simply go back into them.
+        """
+        for partition, part in sealed.parts.items():
+            task = part.task
+            pattern = sealed.lot(partition)
+
+            def plan(ledger: PartitionLedger, task: PartitionTask = task, pattern: Lot = pattern) -> list[LedgerEntry]:
+                rows = ledger.unsettled(pattern.offsets) - ledger.held()
+                return [waiting_lot(task, ledger, [pattern], rows, {}, self._clock, 0.0)] if rows else []
+
+            with contextlib.suppress(PartitionLost):
+                await task.commit(plan, purpose="hold")
+            for lot_id, packed in list(task.packed_rows.items()):
+                task.packed_rows[lot_id] = packed - part.offsets
 
     # ---------------------------------------------------------------------------------------- was it created?
 

@@ -345,7 +345,7 @@ _METRICS = (
     _spread("settle_transaction_seconds", "A transaction of outcomes, from begin to commit.", MIXED_BUCKETS),
     _spread("settle_transaction_rows", "Outcomes of one transaction.", ROW_BUCKETS),
     _count("transactions", "Transactions committed, by what they were for.",
-           "purpose=claim|submitting|submitted|settle|land|dissolve|clean|refresh|tidy|ledger"),
+           "purpose=claim|submitting|submitted|settle|land|dissolve|hold|clean|refresh|tidy|ledger"),
     _count("transactions_failed", "Transactions that did not commit.", "reason"),
     _count("partitions_fenced", "Partitions taken by a newer owner."),
     _count("rebalances", "Generations of the group that we have seen."),

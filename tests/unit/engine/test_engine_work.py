@@ -13,7 +13,7 @@ from engine_kit import ACCOUNT, BATCH, KEY, LOT, NOW, PLATFORM, Harbour, batch, 
 
 from batchferry.domain.accumulator import SealReason
 from batchferry.domain.errors import StoreUnavailable
-from batchferry.domain.ids import FileId
+from batchferry.domain.ids import FileId, LotId
 from batchferry.domain.ledger import Lot, LotState
 from batchferry.domain.machine import (
     BatchNotFound,
@@ -193,3 +193,26 @@ async def test_rows_that_no_lot_names_are_handed_on_before_the_disk_is_tidied(tm
         (waiting,) = recorded.waiting_lots().values()
         assert waiting.offsets == OffsetSet([1])
         assert harbour.telemetry.named("store_unavailable")[0]["what"] == "segments"
+
+
+async def test_rows_of_a_held_batch_wait_in_the_ledger_and_not_on_the_disk(tmp_path: Path) -> None:
+    """Fresh rows become a waiting lot; rows that came out of waiting lots go back into them; segments are dropped."""
+    async with Harbour(tmp_path) as harbour:
+        task = await harbour.task(0)
+        waiting = await harbour.hold(lot(LotState.WAITING, [7, 8], lot_id=LotId("01JWWWWWWWWWWWWWWWWWWWWWWW")))
+        task.packed_rows[waiting.lot_id] = OffsetSet([7, 8])
+        harbour.store.append(KEY, 0, [(offset, b"line\n") for offset in (1, 2, 7, 8)])
+        ref = await harbour.store.close_segment(KEY, 0)
+        assert ref is not None
+        yard = Yard(harbour)
+        parts = {0: SealedPart(task, OffsetSet([1, 2, 7, 8]), 100, 10)}
+        yard.context = BatchContext(SealedBatch(BATCH, KEY, SealReason.TIME, parts, (ref,), NOW, 0), ACCOUNT)
+        assert await yard.run(BatchState.REFUSED, HandRowsOn("held")) == RowsHandedOn()
+        lots = task.waiting_lots()
+        assert {lot_id: task.ledger.held_by(lot_id) for lot_id in lots} == {
+            waiting.lot_id: OffsetSet([7, 8]),
+            next(lot_id for lot_id in lots if lot_id != waiting.lot_id): OffsetSet([1, 2]),
+        }
+        assert not task.packed_rows[waiting.lot_id]
+        assert yard.made == []
+        assert harbour.store.spooled_bytes == 0
