@@ -424,7 +424,7 @@ class Rig:
         assert ran == {(row.partition, row.offset): runs(row) for row in self.rows}, "rows the provider ran"
         paid = {self.simulator.bill.paid_runs_of_body(row.body) for row in self.rows}
         assert paid == {1}
-        assert len(self.provider_files()) == orphan_files
+        await self.until(lambda: len(self.provider_files()) == orphan_files, "the provider's files to be as expected")
         for replica in self.replicas:
             assert not replica.told("batch_quarantined"), replica.tail_of_log()
             assert not replica.told("task_failed"), replica.tail_of_log()

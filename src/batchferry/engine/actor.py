@@ -8,6 +8,7 @@ exception out of an effect is our bug: that batch is quarantined with its histor
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
@@ -20,10 +21,12 @@ from batchferry.domain.machine import (
     DeleteInput,
     Effect,
     Event,
+    InputUploaded,
     MachineSettings,
     Poked,
     PollAnswered,
     Transition,
+    UploadInput,
     begin,
     transition,
 )
@@ -38,7 +41,7 @@ HISTORY_LINES = 50
 REPEATED = (CancelWanted, Poked)
 """News that is told again as long as it is true."""
 FAREWELL_S = 30.0
-"""Real seconds that the deletion of a file gets when its batch is over: it is the last who knows of the file."""
+"""Real seconds that an upload or a deletion gets when its batch is over: it is the last who knows of the file."""
 
 
 class BatchActor:
@@ -65,7 +68,7 @@ class BatchActor:
         self._telemetry = telemetry
         self._mailbox: asyncio.Queue[Event] = asyncio.Queue(mailbox_events)
         self._effects: set[asyncio.Task[None]] = set()
-        self._deletions: set[asyncio.Task[None]] = set()
+        self._last_acts: set[asyncio.Task[None]] = set()
         self._details = dict(details)
         self._history: list[str] = []
 
@@ -91,12 +94,23 @@ class BatchActor:
                 self._start(effect)
             while not self.is_over:
                 await self._handle(await self._mailbox.get())
-            if self._deletions:
-                await asyncio.wait(self._deletions, timeout=FAREWELL_S)
+            await self._farewell()
         finally:
             for task in self._effects:
                 task.cancel()
             await asyncio.gather(*self._effects, return_exceptions=True)
+
+    async def _farewell(self) -> None:
+        """Nobody else knows of the file: let its deletion end, and delete what a late upload still brings."""
+        if self._last_acts:
+            await asyncio.wait(self._last_acts, timeout=FAREWELL_S)
+        while not self._mailbox.empty():
+            event = self._mailbox.get_nowait()
+            if isinstance(event, InputUploaded):
+                self.batch = replace(self.batch, input_file_id=event.file_id)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(FAREWELL_S):
+                        await self._run_effect(self.batch, DeleteInput())
 
     async def _handle(self, event: Event) -> None:
         before = self.batch
@@ -140,9 +154,9 @@ class BatchActor:
         task = asyncio.create_task(self._do(effect), name=f"{type(effect).__name__} {self.batch.batch_id}")
         self._effects.add(task)
         task.add_done_callback(self._effects.discard)
-        if isinstance(effect, DeleteInput):
-            self._deletions.add(task)
-            task.add_done_callback(self._deletions.discard)
+        if isinstance(effect, DeleteInput | UploadInput):
+            self._last_acts.add(task)
+            task.add_done_callback(self._last_acts.discard)
 
     async def _do(self, effect: Effect) -> None:
         try:

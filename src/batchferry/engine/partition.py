@@ -11,6 +11,7 @@ makes a new one, which restores from the ledger.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ ORPHAN_HORIZON_S = 7 * 86_400.0
 """How long a clean lot's stub stays, so that a late twin at the provider can still be recognised as ours."""
 IDLE_REFRESH_S = 12 * 3600.0
 """Real seconds after which an idle partition writes its watermark: producer ids and group offsets expire."""
+CLOSE_PATIENCE_S = 3.0
+"""Real seconds that a transaction under way gets when the task is closed."""
 GAP_PATIENCE_S = 5.0
 """Real seconds before offsets that hold no record get a transaction of their own."""
 
@@ -283,10 +286,20 @@ class PartitionTask:
         Args:
             purpose: under which the transaction is counted; one of a few words.
 
+        A caller that is cancelled does not cut the transaction short, which would cost the partition its life: it is
+        finished behind its back.
+
         Raises:
             PartitionLost: nothing was written, or (CommitUnknown) only the ledger can tell.
             InvariantBroken: out of the plan; nothing was written.
         """
+        work = asyncio.ensure_future(self._commit(plan, records, purpose))
+        work.add_done_callback(_take_exception)
+        return await asyncio.shield(work)
+
+    async def _commit(
+        self, plan: Callable[[PartitionLedger], Sequence[LedgerEntry]], records: Sequence[OutRecord], purpose: str
+    ) -> Sequence[LedgerEntry]:
         async with self._lock:
             self._check_live()
             entries = list(plan(self.ledger))
@@ -331,9 +344,9 @@ class PartitionTask:
                 self._telemetry.event("partition_fenced", partition=self.partition, reason=error.reason)
             self.lose(error.reason)
             raise
-        except asyncio.CancelledError:
-            # A transaction cut short leaves the producer in an unknown state: only the ledger can tell.
-            self.lose("transaction cancelled")
+        except BaseException as error:
+            # Cut short, or ended by a bug of ours: the producer is of no more use, and only the ledger can tell.
+            self.lose(f"transaction ended by {type(error).__name__}")
             raise
         self._telemetry.count("transactions", purpose=purpose)
         if purpose == SETTLE:
@@ -374,6 +387,9 @@ class PartitionTask:
     async def close(self) -> None:
         """Give up the producer; bounded."""
         self.lose("closed")
+        with contextlib.suppress(TimeoutError):  # a transaction under way is worth its end
+            async with asyncio.timeout(CLOSE_PATIENCE_S), self._lock:
+                pass
         await self._producer.close()
 
     # ----------------------------------------------------------------------------------------- settling
@@ -627,3 +643,9 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
     except TimeoutError:
         return event.is_set()
     return True
+
+
+def _take_exception(work: asyncio.Future[Sequence[LedgerEntry]]) -> None:
+    """The caller has it too, unless it was cancelled; then nobody asks, and asyncio need not complain."""
+    if not work.cancelled():
+        work.exception()

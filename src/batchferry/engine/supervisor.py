@@ -446,7 +446,9 @@ class Supervisor:
             still_ours = bool(self._work.own_lots(batch_id)) or (
                 sealed is not None and any(part.task.is_live for part in sealed.parts.values())
             )
-            if not still_ours and actor.batch.state is not m.BatchState.LANDED:
+            if state in {m.BatchState.SEALED, m.BatchState.UPLOADING}:
+                actor.post(m.InputUnusable())  # it ends by itself, and deletes the file of an upload under way
+            elif not still_ours and state is not m.BatchState.LANDED:
                 self._actor_tasks[batch_id].cancel()
             elif sealed is not None:
                 actor.post(m.InputUnusable())

@@ -110,7 +110,7 @@ def retry_after_s(headers: httpx.Headers, now: datetime) -> float | None:
     """Seconds the server asks us to stay away, 0 to a day, or None.
 
     ``retry-after-ms`` goes before ``retry-after``, which may be seconds or a date; a date is read against the
-    answer's own ``Date``, so that a difference of clocks does not matter. (Order and forms: the official ``openai`` client.)
+    answer's own ``Date``, so that a difference of clocks does not matter. (Order and forms: the official client.)
     """
     wish = _seconds(headers.get("retry-after-ms"), 0.001)
     if wish is None:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_kit import Harbour, lot
+from engine_kit import LOT, Harbour, lot
 
 from batchferry.domain.errors import PartitionLost
 from batchferry.domain.ledger import LotState
+from batchferry.domain.offsets import OffsetSet
 from batchferry.engine.partition import QUEUED_CHUNKS, RECORD_FRAME_BYTES, Settlement
 from batchferry.ports import OutRecord
 
@@ -118,3 +119,21 @@ async def test_the_refresh_of_an_idle_partition_commits_its_offset(tmp_path: Pat
         assert len(producer.transactions) == transactions
         await harbour.hold(lot(LotState.WAITING, [5]))
         assert producer.transactions[-1][1] is None
+
+
+async def test_a_cancelled_caller_does_not_cut_its_transaction_short(tmp_path: Path) -> None:
+    """The transaction is finished and applied behind its back; the partition keeps its life."""
+    async with Harbour(tmp_path) as harbour:
+        task = await harbour.task()
+        producer = harbour.log.producers[0]
+        producer.gate.clear()
+        producer.asked = asyncio.Semaphore(0)
+        caller = asyncio.create_task(task.commit(lambda _: [lot(LotState.WAITING, [1, 2])]))
+        await producer.asked.acquire()
+        caller.cancel()
+        await asyncio.gather(caller, return_exceptions=True)
+        assert caller.cancelled()
+        producer.gate.set()
+        await task.commit(lambda _: [])
+        assert task.is_live
+        assert task.ledger.held_by(LOT) == OffsetSet([1, 2])
