@@ -1,4 +1,4 @@
-"""Where rows come from: the spool if it still has them, else the input topic, read again.
+"""Where rows come from once their lines have left the spool: the input topic, read again.
 
 Bodies and the caller's own words (custom_id, key, headers) live in the input topic; everything local is a
 cache of it. What the log has deleted is reported, never guessed.
