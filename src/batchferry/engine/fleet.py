@@ -103,11 +103,6 @@ class FleetView:
         """Return once everything written before the start has been read."""
         await self._reached_end.wait()
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether the end has been reached once."""
-        return self._reached_end.is_set()
-
     async def catch_up(self) -> None:
         """Return once everything committed before this call has been read.
 

@@ -30,6 +30,18 @@ BROKE = "broke"
 T = TypeVar("T")
 
 
+def tell_failed_call(telemetry: Telemetry, account: str, failure: CallFailed) -> None:
+    """Log a call that did not succeed: its kind and codes, none of the provider's text."""
+    telemetry.event(
+        "provider_call_failed",
+        account=account,
+        call=failure.call,
+        kind=failure.kind.value,
+        http_status=failure.http_status,
+        code=failure.code,
+    )
+
+
 class MeteredProvider:
     """Keeps the ``BatchProvider`` port by handing everything on.
 

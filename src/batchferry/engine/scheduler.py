@@ -17,6 +17,7 @@ from batchferry.config import AccountSettings
 from batchferry.domain.ids import BatchId, ProviderBatchId
 from batchferry.domain.machine import Event, PollAnswered, PollFailed
 from batchferry.domain.provider import BatchSnapshot, CallFailed, CallFailure
+from batchferry.engine.metered import tell_failed_call
 from batchferry.ports import BatchProvider, Clock, Telemetry
 
 LIST_INSTEAD_FROM = 20
@@ -152,14 +153,7 @@ class PollScheduler:
         return list(wanted.values())
 
     def _failed(self, account: str, failure: CallFailed) -> None:
-        self._telemetry.event(
-            "provider_call_failed",
-            account=account,
-            call=failure.call,
-            kind=failure.kind.value,
-            http_status=failure.http_status,
-            code=failure.code,
-        )
+        tell_failed_call(self._telemetry, account, failure)
         if failure.kind is CallFailure.THROTTLED:
             pause_s = failure.retry_after_s or self._accounts[account].poll.floor_s
             self._not_before[account] = self._clock.now() + timedelta(seconds=pause_s)

@@ -22,6 +22,7 @@ from batchferry.domain.provider import BatchSnapshot, CallFailed, CallFailure, P
 from batchferry.engine.fleet import FleetView
 from batchferry.engine.holds import Holds
 from batchferry.engine.landing import Landing, LandingMemory, waiting_lot
+from batchferry.engine.metered import tell_failed_call
 from batchferry.engine.outcomes import OutcomeWriter
 from batchferry.engine.partition import PartitionTask
 from batchferry.engine.scheduler import Due, PollScheduler
@@ -190,7 +191,7 @@ class BatchWork:
             except PartitionLost:  # its segments went with the partition
                 return m.InputUnusable()
         if isinstance(answer, CallFailed):
-            self._report(context.account, answer)
+            tell_failed_call(self._telemetry, context.account, answer)
             return m.UploadFailed(answer)
         self._telemetry.event(
             "batch_uploaded",
@@ -246,7 +247,7 @@ class BatchWork:
             answer = CallFailed("create", CallFailure.UNANSWERED)
         if isinstance(answer, BatchSnapshot):
             return m.CreateAccepted(answer)
-        self._report(context.account, answer)
+        tell_failed_call(self._telemetry, context.account, answer)
         if answer.kind is CallFailure.UNAVAILABLE:
             return m.CreateNotSent()
         if answer.is_definite:
@@ -385,11 +386,11 @@ class BatchWork:
                 answer = await provider.retrieve(lot.provider_batch_ids[0])
                 if isinstance(answer, BatchSnapshot):
                     return self._adopted(batch, answer, "sibling")
-                self._report(context.account, answer)
+                tell_failed_call(self._telemetry, context.account, answer)
                 return m.LookUpFailed(answer)
         found = await self._list_ours(batch, provider)
         if isinstance(found, CallFailed):
-            self._report(context.account, found)
+            tell_failed_call(self._telemetry, context.account, found)
             return m.LookUpFailed(found)
         if not found:
             return m.BatchNotFound(is_final=is_final)
@@ -465,7 +466,7 @@ class BatchWork:
         if provider_batch_id is None:
             found = await self._list_ours(batch, provider)
             if isinstance(found, CallFailed):
-                self._report(context.account, found)
+                tell_failed_call(self._telemetry, context.account, found)
                 return m.PollFailed(found)
             if not found:
                 return m.PollFailed(CallFailed("list", CallFailure.NOT_FOUND))
@@ -589,16 +590,6 @@ class BatchWork:
         gone = sum(1 for file_id in file_ids if file_id is not None)
         self._telemetry.event("batch_cleaned", batch_id=batch.batch_id, files=gone, kept=False)
         return True
-
-    def _report(self, account: str, failure: CallFailed) -> None:
-        self._telemetry.event(
-            "provider_call_failed",
-            account=account,
-            call=failure.call,
-            kind=failure.kind.value,
-            http_status=failure.http_status,
-            code=failure.code,
-        )
 
 
 def _plan_submitting(lot: Lot, ledger: PartitionLedger) -> list[LedgerEntry]:

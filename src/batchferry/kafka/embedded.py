@@ -7,7 +7,6 @@ at work and proves nothing about durability.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.util
 import os
@@ -116,10 +115,6 @@ class EmbeddedBroker:
             time.sleep(0.05)
         self.kill()
         raise KafkaUnavailable(f"the embedded broker did not answer within {READY_LIMIT_S:.0f} s")
-
-    async def start_async(self) -> None:
-        """``start`` without blocking the event loop."""
-        await asyncio.to_thread(self.start)
 
     def stop(self) -> None:
         """End it in order (it saves its data), by force after 10 s; twice is once."""
