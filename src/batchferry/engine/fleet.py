@@ -15,6 +15,7 @@ from batchferry.domain.errors import KafkaUnavailable, LedgerTooNew
 from batchferry.domain.ids import BatchId, LotId
 from batchferry.domain.ledger import Lot
 from batchferry.domain.partition import PartitionLedger
+from batchferry.engine.failpoints import Failpoint, reach
 from batchferry.ports import Clock, KafkaPort, LogMark, LogTail, OutRecord, PlainProducer, Record, Telemetry
 from batchferry.telemetry import error_fields
 
@@ -146,7 +147,9 @@ class FleetView:
         try:
             producer = await self._connected()
             key, value = control.encode(entry)
+            reach(Failpoint.CONTROL_BEFORE)
             await producer.send([OutRecord(self._control_topic, key, value, partition=0)])
+            reach(Failpoint.CONTROL_AFTER)
         except KafkaUnavailable:
             self._telemetry.event("kafka_unavailable", what="control record")
 

@@ -22,6 +22,7 @@ from batchferry.domain.batchkey import BatchKey
 from batchferry.domain.errors import KafkaUnavailable, PartitionLost, StoreUnavailable
 from batchferry.domain.ids import MAX_WIRE_ID_CHARS, new_batch_id
 from batchferry.domain.requests import BadRecord, check_timestamp
+from batchferry.engine.failpoints import Failpoint, reach
 from batchferry.engine.outcomes import OutcomeWriter
 from batchferry.engine.partition import PartitionTask, Settlement
 from batchferry.engine.routing import Router
@@ -240,6 +241,7 @@ class Intake:
                 if rows:
                     await self._store.put_rows(partition, rows)
                 task.next_offset = max(task.next_offset, expected)
+                reach(Failpoint.ROWS_SPOOLED)
         size_bytes = sum([len(record.value or b"") for record in records])
         self._telemetry.count("records_read", len(records))
         self._telemetry.count("record_bytes", size_bytes)
@@ -319,6 +321,7 @@ class Intake:
                 continue
             refs.append(ref)
             parts[partition] = SealedPart(task, part.offset_set(), part.bytes, part.tokens, part.due)
+        reach(Failpoint.BATCH_SEALED)
         now = self._clock.now()
         return SealedBatch(
             new_batch_id(now.timestamp()),

@@ -38,6 +38,7 @@ from batchferry.domain.provider import BatchSnapshot, CallFailed, LineError, Pro
 from batchferry.domain.reconcile import Reconciliation, Whose
 from batchferry.domain.retry import KEPT, Action, RetryPolicy, carry_attempts, decide
 from batchferry.domain.rows import ResultLine, RowClass, UnreadableLine
+from batchferry.engine.failpoints import Failpoint, reach
 from batchferry.engine.holds import Holds
 from batchferry.engine.outcomes import OutcomeWriter, sample
 from batchferry.engine.partition import PartitionTask, Settlement
@@ -208,6 +209,7 @@ class Landing:
                         duration_s=round(asyncio.get_running_loop().time() - started, 3),
                     )
                     paths.append(path)
+                reach(Failpoint.RESULTS_DOWNLOADED)
                 started_at = self._clock.now()
                 event = await self._read(batch_id, lots, effect, provider, memory, paths, counted)
                 self._tell_span(batch_id, lots, snapshot, memory, started_at)
@@ -276,6 +278,7 @@ class Landing:
                 self._telemetry.event(
                     "batch_incomplete", batch_id=batch_id, lines=join.lines + first.unnamed, counted=counted
                 )
+            reach(Failpoint.RESULTS_READ)
             absent = {partition: join.absent(partition) for partition in lots}
             absent = {partition: rows for partition, rows in absent.items() if rows}
             absent_class = self._class_of_absent(effect, memory, absent)

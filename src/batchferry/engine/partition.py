@@ -34,6 +34,7 @@ from batchferry.domain.ledger import (
 )
 from batchferry.domain.offsets import OffsetSet
 from batchferry.domain.partition import PartitionLedger
+from batchferry.engine.failpoints import AFTER, BEFORE, Failpoint, reach, reach_transaction
 from batchferry.ports import Clock, KafkaPort, LogReader, OutRecord, PartitionProducer, Telemetry
 
 ORPHAN_HORIZON_S = 7 * 86_400.0
@@ -185,7 +186,9 @@ class PartitionTask:
             KafkaUnavailable: the broker did not answer.
             LedgerDamaged, LedgerTooNew: this ledger must not be touched by us.
         """
+        reach(Failpoint.RESTORE_BEGUN)
         await self._producer.init()
+        reach(Failpoint.RESTORE_FENCED)
         started_at = self._clock.now()
         read = 0
         await self._transact([claim], purpose="claim")
@@ -194,6 +197,7 @@ class PartitionTask:
             for record in records:
                 if record.key is not None:
                     self._replay(record.key, record.value)
+        reach(Failpoint.RESTORE_READ)
         bounds = await reader.bounds(self._places.requests_topic, [self.partition])
         log_start, log_end = bounds[self.partition]
         first: list[LedgerEntry] = []
@@ -335,6 +339,7 @@ class PartitionTask:
             key, value = encode(entry)
             out.append(OutRecord(self._places.ledger_topic, key, value, partition=self.partition))
         started = asyncio.get_running_loop().time()
+        reach_transaction(purpose, BEFORE)
         try:
             await self._producer.transact(out, committed_offset)
         except PartitionLost as error:
@@ -348,6 +353,7 @@ class PartitionTask:
             # Cut short, or ended by a bug of ours: the producer is of no more use, and only the ledger can tell.
             self.lose(f"transaction ended by {type(error).__name__}")
             raise
+        reach_transaction(purpose, AFTER)
         self._telemetry.count("transactions", purpose=purpose)
         if purpose == SETTLE:
             self._telemetry.observe("settle_transaction_seconds", asyncio.get_running_loop().time() - started)
@@ -376,6 +382,7 @@ class PartitionTask:
         """End this life of the partition: nothing is written any more; waiters are told. Twice is once."""
         if self.state is TaskState.LOST:
             return
+        reach(Failpoint.PARTITION_LOST)
         self.state = TaskState.LOST
         self.lost_reason = reason
         self._queue.clear()
@@ -391,6 +398,7 @@ class PartitionTask:
             async with asyncio.timeout(CLOSE_PATIENCE_S), self._lock:
                 pass
         await self._producer.close()
+        reach(Failpoint.PARTITION_CLOSED)
 
     # ----------------------------------------------------------------------------------------- settling
 

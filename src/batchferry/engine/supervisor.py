@@ -37,6 +37,7 @@ from batchferry.domain.requests import RequestRules
 from batchferry.domain.rows import RowClass
 from batchferry.domain.times import parse_window_s
 from batchferry.engine.actor import BatchActor
+from batchferry.engine.failpoints import Failpoint, reach
 from batchferry.engine.fleet import FleetView
 from batchferry.engine.holds import Holds
 from batchferry.engine.inputwatch import InputWatch
@@ -237,6 +238,7 @@ class Supervisor:
         if self.state in {RunState.DRAINING, RunState.STOPPED}:
             return True
         self.state = RunState.DRAINING
+        reach(Failpoint.STOP_BEGUN)
         self._telemetry.event("service_stopping")
         drained = True
         try:
@@ -249,6 +251,7 @@ class Supervisor:
         except TimeoutError:
             drained = False
             self._telemetry.event("stop_unfinished", what="drain", budget_s=self.settings.stop_budget_s)
+        reach(Failpoint.STOP_DRAINED)
         self._stop.set()
         running = [*self._side_tasks, *self._restores.values(), *self._actor_tasks.values()]
         running = [one for one in running if one.get_name() != "intake"]
@@ -266,6 +269,7 @@ class Supervisor:
         await asyncio.gather(*rest, return_exceptions=True)
         await self._positions.stop()
         await self.fleet.stop()
+        reach(Failpoint.STOP_CLOSED)
         self.state = RunState.STOPPED
         self._telemetry.event("service_stopped", drained=drained)
         return drained
@@ -401,6 +405,7 @@ class Supervisor:
             records=facts.ledger_records,
             took_s=round(took_s, 3),
         )
+        reach(Failpoint.RESTORE_ADOPTED)
         self._reading_again[partition] = (
             task, task.next_offset, facts.log_end, asyncio.get_running_loop().time()
         )  # fmt: skip

@@ -19,6 +19,7 @@ from batchferry.domain.ids import BatchId, FileId, LotId, ProviderBatchId, new_b
 from batchferry.domain.ledger import LedgerEntry, Lot, LotState
 from batchferry.domain.partition import PartitionLedger
 from batchferry.domain.provider import BatchSnapshot, CallFailed, CallFailure, ProviderStatus
+from batchferry.engine.failpoints import Failpoint, reach
 from batchferry.engine.fleet import FleetView
 from batchferry.engine.holds import Holds
 from batchferry.engine.landing import Landing, LandingMemory, waiting_lot
@@ -180,6 +181,7 @@ class BatchWork:
         account = self._settings.accounts[context.account]
         async with self._uploads:
             started, started_at = asyncio.get_running_loop().time(), self._clock.now()
+            reach(Failpoint.UPLOAD_BEFORE)
             try:
                 answer = await provider.upload(
                     source,
@@ -190,6 +192,7 @@ class BatchWork:
                 return m.UploadFailed(CallFailed("upload", CallFailure.UNAVAILABLE, retry_after_s=STORE_PAUSE_S))
             except PartitionLost:  # its segments went with the partition
                 return m.InputUnusable()
+        reach(Failpoint.UPLOAD_AFTER)
         if isinstance(answer, CallFailed):
             tell_failed_call(self._telemetry, context.account, answer)
             return m.UploadFailed(answer)
@@ -240,11 +243,13 @@ class BatchWork:
             return m.CreateNotSent()
         leader = sealed.parts[sealed.partitions[0]].task.ledger_id
         metadata = {"batch_id": batch.batch_id, "ledger_id": leader}
+        reach(Failpoint.CREATE_BEFORE)
         try:
             async with asyncio.timeout(left_s):
                 answer = await provider.create(file_id, batch.key.endpoint, batch.key.completion_window, metadata)
         except TimeoutError:
             answer = CallFailed("create", CallFailure.UNANSWERED)
+        reach(Failpoint.CREATE_AFTER)
         if isinstance(answer, BatchSnapshot):
             return m.CreateAccepted(answer)
         tell_failed_call(self._telemetry, context.account, answer)
@@ -440,7 +445,9 @@ class BatchWork:
         """A deleted file stays deleted. Until the provider confirms it, absence of the batch proves nothing."""
         if batch.input_file_id is None:
             return m.InputDeleted()
+        reach(Failpoint.DELETE_INPUT_BEFORE)
         failure = await provider.delete_file(batch.input_file_id)
+        reach(Failpoint.DELETE_INPUT_AFTER)
         if failure is not None and batch.state is not m.BatchState.SUBMISSION_UNKNOWN:  # there it is tried again
             self._telemetry.event(
                 "provider_file_left",
@@ -501,7 +508,9 @@ class BatchWork:
             except PartitionLost:
                 return None  # the new leader, or another owner, does it
         self._telemetry.event("batch_cancel_sent", batch_id=batch.batch_id, reason=effect.reason)
+        reach(Failpoint.CANCEL_BEFORE)
         answer = await provider.cancel(batch.provider_batch_id)
+        reach(Failpoint.CANCEL_AFTER)
         return m.CancelFailed(answer) if isinstance(answer, CallFailed) else m.CancelAnswered(answer)
 
     # ---------------------------------------------------------------------------------------------- home again
@@ -584,9 +593,11 @@ class BatchWork:
                 snapshot = answer
         if snapshot is not None:
             file_ids += [snapshot.output_file_id, snapshot.error_file_id]
+        reach(Failpoint.DELETE_FILES_BEFORE)
         for file_id in file_ids:
             if file_id is not None and await provider.delete_file(file_id) is not None:
                 return False
+        reach(Failpoint.DELETE_FILES_AFTER)
         gone = sum(1 for file_id in file_ids if file_id is not None)
         self._telemetry.event("batch_cleaned", batch_id=batch.batch_id, files=gone, kept=False)
         return True
