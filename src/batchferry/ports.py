@@ -20,6 +20,8 @@ from batchferry.domain.provider import (
     BatchSnapshot,
     CallFailed,
     DownloadedFile,
+    FilePage,
+    FileRole,
     LineError,
     UploadedFile,
 )
@@ -216,7 +218,7 @@ class LogTail(Protocol):
         ...
 
     async def mark(self) -> LogMark:
-        """The ends of all partitions now.
+        """The ends of all partitions now, those added since the last look included.
 
         Raises:
             KafkaUnavailable: no answer in time.
@@ -261,6 +263,16 @@ class KafkaAdmin(Protocol):
 
     async def create(self, topic: str, partitions: int, configs: Mapping[str, str]) -> None:
         """Make the topic if it is not there; an existing one is left alone."""
+        ...
+
+    async def grow(self, topic: str, partitions: int) -> None:
+        """Raise an existing topic to so many partitions; one that has as many or more is left alone.
+
+        Returns when every partition has a leader. Several callers may ask at one time.
+
+        Raises:
+            KafkaUnavailable: no broker answered, the topic does not exist, or the cluster refuses; the text says which.
+        """
         ...
 
     async def committed(self, group: str, topic: str) -> Mapping[int, int]:
@@ -337,6 +349,10 @@ class BatchProvider(Protocol):
 
     async def list_batches(self, cursor: str | None = None) -> BatchPage | CallFailed: ...
 
+    async def list_files(self, role: FileRole, cursor: str | None = None) -> FilePage | CallFailed:
+        """A page of the account's batch files of this role, newest first, whoever made them."""
+        ...
+
     async def cancel(self, provider_batch_id: ProviderBatchId) -> BatchSnapshot | CallFailed: ...
 
     async def download(self, file_id: FileId, to: Path) -> DownloadedFile | CallFailed: ...
@@ -404,6 +420,15 @@ class LocalStore(Protocol):
 
     async def start(self) -> None:
         """Wipe whatever is there and open."""
+        ...
+
+    def fullness(self) -> Mapping[str, tuple[int, int]]:
+        """How full the store's own bounds are, by name: what is used, and the limit."""
+        ...
+
+    @property
+    def disk_bytes(self) -> tuple[int, int]:
+        """Bytes of the folder's file system: what is still free for us, and all. (0, 0) when it cannot be asked."""
         ...
 
     async def put_rows(self, partition: int, rows: Sequence[IndexRow]) -> None: ...

@@ -12,23 +12,31 @@ from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
 
 from batchferry.kafka import KafkaClientSettings
 from batchferry.ports import KafkaPort, OutRecord, Record, RequestConsumer
+from batchferry.simulator.kafka import SimKafkaSettings
+
+PATIENCE_S: dict[str, float] = {
+    "session_timeout_s": 6.0,
+    "heartbeat_interval_s": 0.3,
+    "rebalance_timeout_s": 6.0,
+    "transaction_timeout_s": 12.0,
+    "transaction_deadline_s": 10.0,
+    "commit_deadline_s": 10.0,
+    "abort_deadline_s": 1.0,
+    "close_deadline_s": 2.0,
+    "read_stall_s": 20.0,
+    "metadata_max_age_s": 2.0,
+}
+"""Short sessions and deadlines: a lost member is noticed in seconds."""
 
 
 def patient_settings(bootstrap: str, **otherwise: object) -> KafkaClientSettings:
-    """Short sessions and deadlines: a lost member is noticed in seconds."""
-    patience: dict[str, object] = {
-        "session_timeout_s": 6.0,
-        "heartbeat_interval_s": 0.3,
-        "rebalance_timeout_s": 6.0,
-        "transaction_timeout_s": 12.0,
-        "transaction_deadline_s": 10.0,
-        "commit_deadline_s": 10.0,
-        "abort_deadline_s": 1.0,
-        "close_deadline_s": 2.0,
-        "read_stall_s": 20.0,
-        "metadata_max_age_s": 2.0,
-    }
-    return KafkaClientSettings(bootstrap_servers=bootstrap, **(patience | otherwise))
+    """Settings of the real client with the patience of a test."""
+    return KafkaClientSettings(bootstrap_servers=bootstrap, **(PATIENCE_S | otherwise))
+
+
+def patient_sim_settings(**otherwise: float) -> SimKafkaSettings:
+    """The same patience for clients of the cluster inside the process."""
+    return SimKafkaSettings(**(PATIENCE_S | otherwise))
 
 
 class Hears:

@@ -1,13 +1,16 @@
 """What every implementation of the Kafka ports must do, asked through the ports alone.
 
-To hold another implementation to it, give its ``KafkaPort`` by overriding the ``port`` fixture.
+Two are held to it: the real client on the broker of this run, and the cluster inside the process that simulations
+use. Another one is a further parameter of ``implementation``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 
 import pytest
 
@@ -15,13 +18,31 @@ from batchferry.domain.errors import KafkaUnavailable, PartitionLost
 from batchferry.domain.offsets import OffsetSet
 from batchferry.kafka import AioKafka
 from batchferry.ports import KafkaPort, OutRecord
-from broker.kit import Member, committed, delete_below, made_topic, produced, whole
+from batchferry.simulator.kafka import SimCluster, SimKafka, SimProcess
+from broker.kit import Member, committed, delete_below, made_topic, patient_sim_settings, produced, whole
+
+
+@pytest.fixture(params=[pytest.param("broker", marks=pytest.mark.broker), "in-process"])
+def port(request: pytest.FixtureRequest) -> KafkaPort:
+    """The implementation held to the contract."""
+    if request.param == "broker":
+        return request.getfixturevalue("kafka")
+    cluster = SimCluster(random.Random(1), wall_clock=lambda: datetime.now(UTC), initial_rebalance_delay_s=0.1)
+    return SimKafka(cluster, SimProcess("contract"), patient_sim_settings())
 
 
 @pytest.fixture
-def port(kafka: AioKafka) -> KafkaPort:
-    """The implementation held to the contract."""
-    return kafka
+def log_starts_at(request: pytest.FixtureRequest, port: KafkaPort):
+    """A function of topic, partition and offset that makes the log start there, as retention would."""
+
+    async def cut(topic: str, partition: int, offset: int) -> None:
+        if isinstance(port, SimKafka):
+            port.cluster.delete_records(topic, partition, offset)
+        else:
+            await delete_below(bootstrap, topic, partition, offset)
+
+    bootstrap = "" if isinstance(port, SimKafka) else request.getfixturevalue("broker").bootstrap
+    return cut
 
 
 # ---------------------------------------------------------------------------------------------- admin
@@ -48,6 +69,49 @@ async def test_creating_again_changes_nothing(port: KafkaPort, topic_name: Calla
     assert (await admin.describe([name]))[name].partitions == 2
     await admin.close()
     await admin.close()
+
+
+async def test_topics_grow_and_never_shrink(port: KafkaPort, topic_name: Callable[[str], str]) -> None:
+    """Two may ask at one time; asking for fewer changes nothing; a topic that is not there is not made."""
+    name = await made_topic(port, topic_name("grows"), 3)
+    admin = await port.admin()
+    await asyncio.gather(admin.grow(name, 6), admin.grow(name, 6))
+    await admin.grow(name, 2)
+    described = (await admin.describe([name]))[name]
+    assert described is not None
+    assert described.partitions == 6
+    await produced(port, name, [b"there"], partition=5)
+    assert [record.value for record in await whole(port, name, 5)] == [b"there"]
+    missing = topic_name("missing")
+    with pytest.raises(KafkaUnavailable, match=missing):
+        await admin.grow(missing, 3)
+    assert (await admin.describe([missing]))[missing] is None
+    await admin.close()
+
+
+async def test_a_mark_includes_partitions_added_a_moment_ago(
+    port: KafkaPort, topic_name: Callable[[str], str], eventually
+) -> None:
+    """What was written to a new partition before the mark is in it, and the tail gets there."""
+    name = await made_topic(port, topic_name("grows"), 1)
+    tail = port.tail()
+    await tail.start([name])
+    await tail.poll(50)
+    admin = await port.admin()
+    await admin.grow(name, 2)
+    await admin.close()
+    await produced(port, name, [b"new"], partition=1)
+    mark = await tail.mark()
+    assert (name, 1) in {(where[0], where[1]) for where in mark}
+    got: list[bytes | None] = []
+
+    async def reached() -> bool:
+        got.extend(record.value for record in await tail.poll(50))
+        return tail.reached(mark)
+
+    await eventually(reached, "the mark")
+    assert got == [b"new"]
+    await tail.stop()
 
 
 async def test_a_refused_topic_says_why(port: KafkaPort, topic_name: Callable[[str], str]) -> None:
@@ -514,12 +578,12 @@ async def test_stopping_is_quiet_and_repeatable(port: KafkaPort, topic_name: Cal
 
 
 async def test_a_deleted_position_is_told_not_jumped(
-    port: KafkaPort, broker, topic_name: Callable[[str], str], eventually
+    port: KafkaPort, log_starts_at, topic_name: Callable[[str], str], eventually
 ) -> None:
     """Where the log no longer reaches down to the position the partition pauses and says so; resume clears it."""
     source = await made_topic(port, topic_name("in"))
     await produced(port, source, [b"0", b"1", b"2", b"3"])
-    await delete_below(broker.bootstrap, source, 0, 2)
+    await log_starts_at(source, 0, 2)
     async with Member(port, source, topic_name("group")) as member:
         await eventually(lambda: member.hears.owned, "the assignment")
         member.consumer.resume(0, 0)

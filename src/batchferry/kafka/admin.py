@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
-from aiokafka.errors import for_code
+from aiokafka.errors import InvalidPartitionsError, KafkaError, for_code
 from aiokafka.protocol.metadata import MetadataRequest
 
 from batchferry.domain.errors import KafkaUnavailable
@@ -71,6 +71,16 @@ class ClusterAdmin:
         """
         await self._bounded(f"creating topic {topic}", self._create(topic, partitions, configs))
 
+    async def grow(self, topic: str, partitions: int) -> None:
+        """Raise an existing topic to so many partitions; one that has as many or more is left alone.
+
+        Returns when every partition has a leader. Several callers may ask at one time.
+
+        Raises:
+            KafkaUnavailable: no broker answered in time, the topic does not exist, or the cluster refuses.
+        """
+        await self._bounded(f"adding partitions to topic {topic}", self._grow(topic, partitions))
+
     async def committed(self, group: str, topic: str) -> Mapping[int, int]:
         """Committed offsets of the group by partition; partitions without one are absent.
 
@@ -127,6 +137,24 @@ class ClusterAdmin:
             if not refusal.retriable and not refusal.invalid_metadata:
                 reason = f": {text[0]}" if text and text[0] else ""
                 raise KafkaUnavailable(f"creating topic {topic}: {name_of(refusal())}{reason}")
+            await asyncio.sleep(RETRY_S)
+        while not await self._has_leaders(topic):  # noqa: ASYNC110 (another process sets it)
+            await asyncio.sleep(RETRY_S)
+
+    async def _grow(self, topic: str, partitions: int) -> None:
+        while True:
+            (entry,) = await self._metadata([topic])
+            if entry["error_code"] == UNKNOWN_TOPIC:
+                raise KafkaUnavailable(f"adding partitions to topic {topic}: it does not exist")
+            if entry["error_code"] == 0 and len(entry["partitions"]) >= partitions:
+                break
+            try:
+                await self._the_client().create_partitions({topic: NewPartitions(partitions)})
+            except InvalidPartitionsError:
+                pass  # somebody else was faster, and the metadata does not show it yet
+            except KafkaError as error:
+                if not error.retriable and not error.invalid_metadata:
+                    raise KafkaUnavailable(f"adding partitions to topic {topic}: {name_of(error)}") from error
             await asyncio.sleep(RETRY_S)
         while not await self._has_leaders(topic):  # noqa: ASYNC110 (another process sets it)
             await asyncio.sleep(RETRY_S)

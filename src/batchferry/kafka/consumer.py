@@ -40,6 +40,9 @@ log = logging.getLogger(__name__)
 
 REJOIN_GRACE_S: Final = 30.0
 """A rebalance may last its timeout and so much longer before the watchdog complains."""
+CUT_OFF_LIMIT_S: Final = 900.0
+"""So long without an assignment is complained of also while no broker answers: then a restart may help only if their
+addresses have changed."""
 POLL_SILENCE_LIMIT_S: Final = 60.0
 """Nobody has come back from ``poll`` for so long: the intake loop is stuck."""
 FETCH_SILENCE_LIMIT_S: Final = 60.0
@@ -98,6 +101,8 @@ class GroupConsumer:
         self._fetch_began_at = now
         self._unsettled_since: float | None = None
         """When the group last ceased to be in order for us; None while it is."""
+        self.cut_off_at = float("-inf")
+        """Monotonic seconds when we last saw that no broker answers for the group."""
 
     @property
     def give_up_after_s(self) -> float:
@@ -234,7 +239,11 @@ class GroupConsumer:
             found.append("the fetch task has died")
         self._watch_rejoin()
         limit_s = self._settings.rebalance_timeout_s + REJOIN_GRACE_S
-        if self._unsettled_since is not None and now - self._unsettled_since > limit_s:
+        if self._unsettled_since is not None and (
+            # A rebalance cannot begin before there is a broker again.
+            now - max(self._unsettled_since, self.cut_off_at) > limit_s
+            or now - self._unsettled_since > max(limit_s, CUT_OFF_LIMIT_S)
+        ):
             found.append(f"no assignment from the group for {now - self._unsettled_since:.0f} s")
         if now - self._polled_at > POLL_SILENCE_LIMIT_S:
             found.append(f"no poll has returned for {now - self._polled_at:.0f} s")
@@ -432,7 +441,11 @@ class GroupConsumer:
     def _watch_rejoin(self) -> None:
         """Note since when a rejoin is wanted; the client has been seen to want one for ever without doing it."""
         client = self._client
-        if client is None or self._unsettled_since is not None:
+        if client is None:
+            return
+        if client._coordinator.coordinator_id is None:  # noqa: SLF001 (nothing public tells)
+            self.cut_off_at = time.monotonic()
+        if self._unsettled_since is not None:
             return
         if client._coordinator._rejoin_needed_fut.done():  # noqa: SLF001 (the only signal there is)
             self._unsettled_since = time.monotonic()

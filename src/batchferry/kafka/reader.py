@@ -241,12 +241,21 @@ class TopicTail:
     async def mark(self) -> LogMark:
         """The ends of all partitions now, for ``reached``: under constant writing ``caught_up`` may stay behind.
 
+        Partitions that were added a moment ago are among them, and followed from now on: what a sibling wrote there
+        would else be overlooked until the next look for new partitions.
+
         Raises:
             KafkaUnavailable: no answer in time, or not started.
         """
         client = self._client
         if client is None:
             raise KafkaUnavailable("this tail is not started")
+        try:
+            async with asyncio.timeout(self._settings.request_timeout_s):
+                await client._client.force_metadata_update()  # noqa: SLF001 (nothing public asks now)
+        except EXPECTED as error:
+            raise unavailable("following", error, target=", ".join(self._topics)) from error
+        self._assign_all(client)
         return {
             where: end for where, (start, end) in (await self._bounds.of(client.assignment())).items() if end > start
         }
