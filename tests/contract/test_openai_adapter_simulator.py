@@ -16,6 +16,8 @@ from batchferry.domain.provider import (
     CallFailed,
     CallFailure,
     DownloadedFile,
+    FilePage,
+    FileRole,
     ProviderStatus,
     UploadedFile,
 )
@@ -294,6 +296,39 @@ async def test_pages_are_followed_to_the_oldest(harbour):
             break
     await small.close()
     assert sorted(seen) == sorted(batch.provider_batch_id for batch in made)
+
+
+async def test_files_are_listed_to_the_oldest(harbour):
+    """Small pages give every input file once, newest first, under the name it was sent with; results are another list."""
+    small = OpenAIProvider(
+        OpenAIAccount("sim", harbour.simulator.base_url, DEFAULT_KEY, file_page_size=2), harbour.time, rng=Random(1)
+    )
+
+    async def every(role: FileRole):
+        found, cursor = [], None
+        for _ in range(10):
+            page = await small.list_files(role, cursor)
+            assert isinstance(page, FilePage)
+            found += page.files
+            cursor = page.next_cursor
+            if cursor is None:
+                return found
+        raise AssertionError("a list without an end")
+
+    batch = await harbour.submitted(harbour.file_of(3, "ended"))
+    ended = await harbour.after(batch, 2 * HOUR_S)
+    made = [batch.input_file_id]
+    for number in range(4):
+        made.append((await harbour.uploaded(harbour.file_of(1, f"file {number}"))).file_id)
+        harbour.clock.advance(1)
+    inputs = await every(FileRole.INPUT)
+    assert [file.file_id for file in inputs] == made[::-1]
+    assert {file.name for file in inputs} == {"batchferry-test.jsonl"}
+    assert all(file.created_at is not None and file.expires_at is not None and file.size_bytes > 0 for file in inputs)
+    assert [file.file_id for file in await every(FileRole.OUTPUT)] == [ended.output_file_id]
+    assert await small.delete_file(made[0]) is None
+    assert [file.file_id for file in await every(FileRole.INPUT)] == made[:0:-1]
+    await small.close()
 
 
 async def test_a_wrong_key_holds_the_account(harbour):

@@ -165,6 +165,11 @@ async def test_lists_are_read_page_by_page(client: openai.AsyncOpenAI, clock: Ma
     assert listed == made[::-1]
     assert newcomer.id not in listed
     assert [file.id async for file in client.files.list(purpose="batch", limit=1)] == [file_id]
+    clock.advance(1)
+    other_id = await upload(client, lines("/v1/responses", ["b"]))
+    newest_first = [file.id async for file in client.files.list(purpose="batch", order="desc", limit=1)]
+    assert newest_first == [other_id, file_id]
+    assert [file.id async for file in client.files.list(purpose="batch_output", limit=1)] == []
 
 
 async def test_cancel_and_its_conflict(client: openai.AsyncOpenAI, clock: ManualSimClock) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from batchferry import __version__
-from batchferry.cli import demo, doctor, plan, produce, results, run, schemas, settings, simulate, status
+from batchferry.cli import demo, doctor, plan, produce, results, run, schemas, settings, simulate, status, sweep
 from batchferry.cli.console import complain
 from batchferry.cli.exits import Exit, epilog
 from batchferry.domain.errors import BatchferryError, ConfigError, GateRefused, KafkaUnavailable
@@ -51,6 +51,7 @@ for _name, _command in (
     ("show", status.show),
     ("plan", plan.plan),
     ("doctor", doctor.doctor),
+    ("sweep", sweep.sweep),
     ("settings", settings.settings),
     ("schemas", schemas.schemas),
     ("simulate", simulate.simulate),

@@ -7,6 +7,7 @@ command line write them; every replica follows them.
 ``hold/<scope>/<why>``  rows of this scope (an account, or one batch key) must not be submitted now
 ``flush/<key digest>``  rows of the key first read before this instant are due
 ``cancel/<batch_id>``   this batch is wanted cancelled
+``sweep/<account>``     the account (or ``all``) is wanted searched for orphans, since this instant
 ======================  ==============================================================================
 """
 
@@ -65,6 +66,18 @@ class CancelWish:
     at: datetime
 
 
+ALL_ACCOUNTS = "all"
+"""The scope of a sweep of every account; an account of that name is swept with the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepWish:
+    """The account, or ``ALL_ACCOUNTS``, is wanted searched for orphans by a sweep that begins at or after ``at``."""
+
+    scope: str
+    at: datetime
+
+
 @dataclass(frozen=True, slots=True)
 class Lifted:
     """The record under ``key`` has ended."""
@@ -72,7 +85,7 @@ class Lifted:
     key: str
 
 
-ControlEntry = Hold | Flush | CancelWish | Lifted
+ControlEntry = Hold | Flush | CancelWish | SweepWish | Lifted
 
 
 def encode(entry: ControlEntry) -> tuple[bytes, bytes | None]:
@@ -90,6 +103,8 @@ def encode(entry: ControlEntry) -> tuple[bytes, bytes | None]:
             return f"flush/{entry.key_digest}".encode(), _dump({"before": _ms(entry.before)})
         case CancelWish():
             return f"cancel/{entry.batch_id}".encode(), _dump({"rows": entry.rows, "at": _ms(entry.at)})
+        case SweepWish():
+            return f"sweep/{entry.scope}".encode(), _dump({"at": _ms(entry.at)})
         case Lifted():
             return entry.key.encode(), None
 
@@ -120,6 +135,8 @@ def decode(key: bytes, value: bytes | None) -> ControlEntry | None:
             return Flush(rest, _at(members["before"]))
         if kind == "cancel":
             return CancelWish(BatchId(rest), str(members["rows"]), _at(members["at"]))
+        if kind == "sweep":
+            return SweepWish(rest, _at(members["at"]))
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, OSError):
         return None
     return None
@@ -149,6 +166,7 @@ class ControlState:
     holds: dict[str, Hold] = field(default_factory=dict)
     flushes: dict[str, Flush] = field(default_factory=dict)
     cancels: dict[BatchId, CancelWish] = field(default_factory=dict)
+    sweeps: dict[str, SweepWish] = field(default_factory=dict)
 
     def apply(self, entry: ControlEntry) -> None:
         """Take one record in."""
@@ -159,6 +177,8 @@ class ControlState:
                 self.flushes[entry.key_digest] = entry
             case CancelWish():
                 self.cancels[entry.batch_id] = entry
+            case SweepWish():
+                self.sweeps[entry.scope] = entry
             case Lifted(key):
                 self.holds.pop(key, None)
                 kind, _, rest = key.partition("/")
@@ -166,6 +186,8 @@ class ControlState:
                     self.flushes.pop(rest, None)
                 elif kind == "cancel":
                     self.cancels.pop(BatchId(rest), None)
+                elif kind == "sweep":
+                    self.sweeps.pop(rest, None)
 
     def standing(self, key: BatchKey, now: datetime) -> list[Hold]:
         """The holds that keep this batch key from being submitted at ``now``."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from datetime import UTC, datetime
 from typing import NamedTuple, NewType
 
 from ulid import ULID
@@ -26,6 +27,8 @@ LEDGER_ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 LEDGER_ID_LENGTH = 10
 MAX_WIRE_ID_CHARS = 40
 
+_BATCH_ID = r"[0-7][0-9A-HJKMNP-TV-Z]{25}"
+_FILE_NAME = re.compile(rf"([0-9a-hjkmnp-tv-z]{{10}})-({_BATCH_ID})\.jsonl")
 _WIRE_ID = re.compile(r"([0-9a-hjkmnp-tv-z]{10})-(0|[1-9][0-9]{0,9})-(0|[1-9][0-9]{0,18})-([1-9][0-9]{0,8})")
 
 
@@ -49,6 +52,31 @@ def new_ledger_id() -> LedgerId:
 def new_batch_id(timestamp_s: float) -> BatchId:
     """Make a batch id that sorts by ``timestamp_s`` (seconds since the epoch)."""
     return BatchId(str(ULID.from_timestamp(float(timestamp_s))))  # an int would be taken for milliseconds
+
+
+def parse_batch_id(text: str) -> BatchId | None:
+    """The text as a batch id, or None when it cannot be one of ours."""
+    return BatchId(text) if re.fullmatch(_BATCH_ID, text) else None
+
+
+def batch_id_time(batch_id: BatchId) -> datetime:
+    """When the batch was sealed, to the millisecond; aware UTC.
+
+    Raises:
+        ValueError: no batch id, or a time beyond the year 9999.
+    """
+    return ULID.from_str(batch_id).datetime.astimezone(UTC)
+
+
+def batch_file_name(ledger_id: LedgerId, batch_id: BatchId) -> str:
+    """The name under which a batch's file is uploaded; ``ledger_id`` is that of the batch's lowest partition."""
+    return f"{ledger_id}-{batch_id}.jsonl"
+
+
+def parse_batch_file_name(name: str) -> tuple[LedgerId, BatchId] | None:
+    """Read a file name back, or None when it is not one of ours."""
+    match = _FILE_NAME.fullmatch(name)
+    return None if match is None else (LedgerId(match[1]), BatchId(match[2]))
 
 
 def parse_wire_id(text: str) -> WireId | None:

@@ -153,6 +153,34 @@ class BatchPage:
     next_cursor: str | None = None
 
 
+class FileRole(StrEnum):
+    """What a provider's file is to a batch."""
+
+    INPUT = "input"
+    OUTPUT = "output"
+    """A result file, the error file included."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListedFile:
+    """A file as the provider's list shows it. Instants are aware UTC; what a server does not say is None or ``""``."""
+
+    file_id: FileId
+    name: str = ""
+    purpose: str = ""
+    size_bytes: int = 0
+    created_at: datetime | None = None
+    expires_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FilePage:
+    """One page of the provider's file list, newest first; ``next_cursor`` is None on the last page."""
+
+    files: tuple[ListedFile, ...]
+    next_cursor: str | None = None
+
+
 class Usage(msgspec.Struct, frozen=True, gc=False):
     """Tokens of one row. ``input_tokens`` is the total, cached tokens included."""
 

@@ -19,7 +19,7 @@ from batchferry.ports import Clock, Telemetry
 FIRST_PAUSE_S = 60.0
 MAX_PAUSE_S = 3600.0
 FORGET_WISH_AFTER_S = 7 * 86_400.0
-"""A cancel or flush this old concerns nothing that is still under way."""
+"""A cancel, flush or sweep this old concerns nothing that is still under way."""
 FORGET_AFTER_S = 3600.0
 """A reason that has not come back for so long after its hold ended is new."""
 
@@ -101,6 +101,9 @@ class Holds:
         for flush in list(self._fleet.control.flushes.values()):
             if (now - flush.before).total_seconds() > FORGET_WISH_AFTER_S:
                 await self._fleet.publish(Lifted(f"flush/{flush.key_digest}"))
+        for sweep in list(self._fleet.control.sweeps.values()):
+            if (now - sweep.at).total_seconds() > FORGET_WISH_AFTER_S:
+                await self._fleet.publish(Lifted(f"sweep/{sweep.scope}"))
 
 
 def _iso(at: datetime | None) -> str:

@@ -17,6 +17,8 @@ from batchferry.domain.provider import (
     CallFailed,
     CallFailure,
     DownloadedFile,
+    FilePage,
+    FileRole,
     UploadedFile,
 )
 from batchferry.ports import BatchProvider, Telemetry, UploadSource
@@ -86,6 +88,10 @@ class MeteredProvider:
     async def list_batches(self, cursor: str | None = None) -> BatchPage | CallFailed:
         """As the port says."""
         return await self._call("list", self._provider.list_batches(cursor))
+
+    async def list_files(self, role: FileRole, cursor: str | None = None) -> FilePage | CallFailed:
+        """As the port says."""
+        return await self._call("list_files", self._provider.list_files(role, cursor))
 
     async def cancel(self, provider_batch_id: ProviderBatchId) -> BatchSnapshot | CallFailed:
         """As the port says."""

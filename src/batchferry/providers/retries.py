@@ -26,6 +26,7 @@ class Call(StrEnum):
     CREATE = "create"
     RETRIEVE = "retrieve"
     LIST = "list"
+    LIST_FILES = "list_files"
     CANCEL = "cancel"
     DOWNLOAD = "download"
     DELETE = "delete"
@@ -42,6 +43,7 @@ _PAUSES_S: Mapping[tuple[Call, CallFailure], tuple[float, ...]] = MappingProxyTy
         # Polls come again by themselves, and the account's shared back-off wants to hear of a 429 at once.
         (Call.RETRIEVE, _BROKEN): (1, 2),
         (Call.LIST, _BROKEN): (1, 2, 4),
+        (Call.LIST_FILES, _BROKEN): (1, 2, 4),
         (Call.CANCEL, _BROKEN): (1, 2, 4),
         (Call.CANCEL, _SLOWED): (1, 2, 4),
         # No server is known to resume, so a download starts from zero; some answer 502 for minutes after the end.
@@ -58,6 +60,7 @@ _BUDGET_S: Mapping[Call, float] = MappingProxyType(
         Call.UPLOAD: 1800.0,
         Call.RETRIEVE: 60.0,
         Call.LIST: 60.0,
+        Call.LIST_FILES: 60.0,
         Call.CANCEL: 60.0,
         Call.DOWNLOAD: 1800.0,
         Call.DELETE: 60.0,

@@ -16,6 +16,7 @@ from batchferry.domain.control import (
     Flush,
     Hold,
     Lifted,
+    SweepWish,
     account_scope,
     decode,
     encode,
@@ -50,6 +51,7 @@ entries: st.SearchStrategy[ControlEntry] = st.one_of(
         plain | st.just(""),
     ),
     st.builds(Flush, plain, instants),
+    st.builds(SweepWish, plain, instants),
     st.builds(CancelWish, plain.map(BatchId), st.sampled_from(["fail", "requeue", "hold"]), instants),
 )
 
@@ -100,6 +102,7 @@ def test_every_record_twice_is_once(several: list[ControlEntry]):
         (b"hold/account:a/why", b'{"since":0,"times":"often"}'),
         (b"flush/x", b"{}"),
         (b"cancel/x", b'{"at":0}'),
+        (b"sweep/all", b"{}"),
         (b"limit/a/m", b"{}"),
         (b"\xff", b"{}"),
         (b"\xff", None),

@@ -2,6 +2,7 @@ import email.parser
 import email.policy
 import json
 import logging
+from datetime import UTC, datetime, timedelta
 
 import httpx
 import pytest
@@ -9,12 +10,16 @@ from openai_kit import BASE, CHAT, KEY, BytesSource, HandClock, Server, account,
 
 from batchferry.domain.batcherrors import BatchErrorKind
 from batchferry.domain.errors import ConfigError, InvariantBroken
+from batchferry.domain.ids import FileId
 from batchferry.domain.provider import (
     BatchSnapshot,
     CallFailed,
     CallFailure,
     DownloadedFile,
+    FilePage,
+    FileRole,
     LineError,
+    ListedFile,
     ProviderStatus,
     UploadedFile,
 )
@@ -50,9 +55,10 @@ def test_the_account_hides_its_secrets():
 
 def test_every_fault_of_an_account_is_listed():
     """Wrong settings are refused at once, with all faults and without the secret in the text."""
+    bounds = {"list_page_size": 500, "file_page_size": 0, "max_connections": 0}
     with pytest.raises(ConfigError) as caught:
-        OpenAIAccount("a", "ftp://user:pw@host/v1?x=1", api_key="sk-\nbroken", list_page_size=500, max_connections=0)
-    assert len(caught.value.faults) == 6
+        OpenAIAccount("a", "ftp://user:pw@host/v1?x=1", api_key="sk-\nbroken", **bounds)
+    assert len(caught.value.faults) == 7
     assert "broken" not in str(caught.value)
 
 
@@ -363,6 +369,69 @@ async def test_a_listing_of_a_server_that_ignores_the_cursor_ends():
             break
     assert asked == 2
     assert [dict(r.url.params) for r in server.requests] == [{"limit": "2"}, {"limit": "2", "after": "b1"}]
+
+
+def listed(file_id: str, **members: object) -> dict[str, object]:
+    """A file as a list shows it."""
+    return {
+        "id": file_id,
+        "filename": "a.jsonl",
+        "purpose": "batch",
+        "bytes": 7,
+        "created_at": 1_700_000_000,
+        **members,
+    }
+
+
+async def test_files_are_listed_by_purpose_newest_first():
+    """Inputs and results are two lists; the cursor is the last id of a page, and ends with the last page."""
+    page = {"object": "list", "data": [listed("file-2", expires_at=1_700_100_000), listed("file-1")], "has_more": True}
+    server = Server(answer(200, page), answer(200, {"data": [], "has_more": False}))
+    made = provider(server, file_page_size=2)
+    first = await made.list_files(FileRole.INPUT)
+    assert isinstance(first, FilePage)
+    made_at = datetime(2023, 11, 14, 22, 13, 20, tzinfo=UTC)
+    assert first.files[0] == ListedFile(
+        FileId("file-2"), "a.jsonl", "batch", 7, made_at, made_at + timedelta(seconds=100_000)
+    )
+    assert first.next_cursor == "file-1"
+    assert await made.list_files(FileRole.OUTPUT, "file-9") == FilePage((), None)
+    assert [(r.method, r.url.path) for r in server.requests] == [("GET", "/v1/files")] * 2
+    assert [dict(r.url.params) for r in server.requests] == [
+        {"purpose": "batch", "order": "desc", "limit": "2"},
+        {"purpose": "batch_output", "order": "desc", "limit": "2", "after": "file-9"},
+    ]
+
+
+async def test_a_file_list_of_a_server_that_ignores_purpose_and_cursor_ends():
+    """Files of other purposes are left out, entries without an id too, and a cursor that does not move ends it."""
+    data = [listed("file-3", purpose="fine-tune"), {"filename": "x"}, listed("file-2", purpose=None), listed("file-1")]
+    server = Server(answer(200, {"data": data, "has_more": True}))
+    made = provider(server)
+    page = await made.list_files(FileRole.INPUT)
+    assert isinstance(page, FilePage)
+    assert [file.file_id for file in page.files] == ["file-2", "file-1"]
+    again = await made.list_files(FileRole.INPUT, page.next_cursor)
+    assert isinstance(again, FilePage)
+    assert again.next_cursor is None
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "tries"),
+    [
+        (answer(404, error("no such route")), CallFailure.NOT_FOUND, 1),
+        (answer(200, {"data": None}), CallFailure.PROTOCOL, 1),
+        (answer(200, b"<html>", HTML), CallFailure.PROTOCOL, 1),
+        (answer(503, b""), CallFailure.UNAVAILABLE, 4),
+        (answer(401, error()), CallFailure.ACCOUNT, 1),
+    ],
+)
+async def test_a_file_list_that_cannot_be_had(reply, kind, tries):
+    """It is a failure, never an empty list."""
+    server = Server(reply)
+    got = await provider(server).list_files(FileRole.OUTPUT)
+    assert isinstance(got, CallFailed)
+    assert (got.call, got.kind, len(server.requests)) == ("list_files", kind, tries)
 
 
 @pytest.mark.parametrize(

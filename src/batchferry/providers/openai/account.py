@@ -69,8 +69,12 @@ class OpenAIAccount:
     """Largest JSON answer: the error list of a batch whose every line was refused is long."""
     list_page_size: int = 100
     """Batches on one list page (OpenAI: at most 100)."""
+    file_page_size: int = 1_000
+    """Files on one list page (OpenAI: at most 10,000)."""
     file_purpose: str = "batch"
     """``purpose`` of an uploaded file."""
+    output_purpose: str = "batch_output"
+    """``purpose`` under which result files are listed."""
     send_metadata: bool = True
     """Whether a create may carry ``metadata``; without it our batches are known by their input file."""
     send_file_expiry: bool = True
@@ -102,6 +106,8 @@ class OpenAIAccount:
         faults.extend(f"{bound} must be at least 1" for bound in bounds if getattr(self, bound) < 1)
         if not 1 <= self.list_page_size <= 100:
             faults.append("list_page_size must be 1 to 100")
+        if not 1 <= self.file_page_size <= 10_000:
+            faults.append("file_page_size must be 1 to 10000")
         faults.extend(
             f"{timeout.name} must be above 0"
             for timeout in fields(self.timeouts)

@@ -29,6 +29,8 @@ from batchferry.domain.provider import (
     CallFailed,
     CallFailure,
     DownloadedFile,
+    FilePage,
+    FileRole,
     LineError,
     UploadedFile,
 )
@@ -212,6 +214,27 @@ class OpenAIProvider:
                 return wire.read_batch_page(wire.read_json(answer.body), cursor, page_size)
             except wire.NotOurShape:
                 return _nonsense(Call.LIST, answer, "unreadable_answer")
+
+        return await self._patiently(attempt)
+
+    async def list_files(self, role: FileRole, cursor: str | None = None) -> FilePage | CallFailed:
+        """A page of batch files, newest first; ``cursor`` is the previous page's ``next_cursor``.
+
+        Parameters and answer: https://platform.openai.com/docs/api-reference/files/list
+        """
+        account = self.account
+        purpose = account.file_purpose if role is FileRole.INPUT else account.output_purpose
+        page_size = account.file_page_size
+        params = {"purpose": purpose, "order": "desc", "limit": str(page_size)} | ({"after": cursor} if cursor else {})
+
+        async def attempt() -> FilePage | _Miss:
+            answer = await self._exchange(Call.LIST_FILES, "GET", "/files", params=params)
+            if isinstance(answer, _Miss):
+                return answer
+            try:
+                return wire.read_file_page(wire.read_json(answer.body), cursor, page_size, purpose)
+            except wire.NotOurShape:
+                return _nonsense(Call.LIST_FILES, answer, "unreadable_answer")
 
         return await self._patiently(attempt)
 

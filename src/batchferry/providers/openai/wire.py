@@ -16,7 +16,16 @@ from typing import Any
 import msgspec
 
 from batchferry.domain.ids import FileId, ProviderBatchId
-from batchferry.domain.provider import BatchPage, BatchSnapshot, LineError, ProviderStatus, RequestCounts, UploadedFile
+from batchferry.domain.provider import (
+    BatchPage,
+    BatchSnapshot,
+    FilePage,
+    LineError,
+    ListedFile,
+    ProviderStatus,
+    RequestCounts,
+    UploadedFile,
+)
 from batchferry.providers.openai.classes import NO_FACTS, ErrorFacts
 from batchferry.providers.openai.statuses import read_status
 
@@ -240,21 +249,61 @@ def read_batch_page(body: Any, cursor: str | None, page_size: int) -> BatchPage:
     Raises:
         NotOurShape: no list of batches.
     """
-    members = _object(body)
-    entries: Sequence[Any] | None = members.get("data")
-    if not isinstance(entries, list):
-        raise NotOurShape
+    entries = _entries(body)
     batches: list[BatchSnapshot] = []
     for entry in entries:
         try:
             batches.append(read_batch(entry))
         except NotOurShape:
             continue
-    last = _text(members.get("last_id")) or _text(_object(entries[-1]).get("id")) if entries else None
+    return BatchPage(tuple(batches), _next_cursor(body, entries, cursor, page_size))
+
+
+def read_file_page(body: Any, cursor: str | None, page_size: int, purpose: str) -> FilePage:
+    """A page of the file list, asked for behind ``cursor``; ``next_cursor`` as with batches.
+
+    Files of another purpose are left out: some gateways ignore the wish for one.
+
+    Raises:
+        NotOurShape: no list of files.
+    """
+    entries = _entries(body)
+    files: list[ListedFile] = []
+    for entry in entries:
+        members = _object(entry)
+        file_id, of = _text(members.get("id")), _text(members.get("purpose")) or ""
+        if file_id is None or of not in {"", purpose}:
+            continue
+        files.append(
+            ListedFile(
+                FileId(file_id),
+                _text(members.get("filename")) or "",
+                of,
+                _count(members.get("bytes")),
+                read_instant(members.get("created_at")),
+                read_instant(members.get("expires_at")),
+            )
+        )
+    return FilePage(tuple(files), _next_cursor(body, entries, cursor, page_size))
+
+
+def _entries(body: Any) -> Sequence[Any]:
+    entries: Sequence[Any] | None = _object(body).get("data")
+    if not isinstance(entries, list):
+        raise NotOurShape
+    return entries
+
+
+def _next_cursor(body: Any, entries: Sequence[Any], cursor: str | None, page_size: int) -> str | None:
+    if not entries:
+        return None
+    members = _object(body)
+    ids = [_text(_object(entry).get("id")) for entry in entries]
+    last = _text(members.get("last_id")) or ids[-1]
     more = members.get("has_more")
     has_more = bool(more) if more is not None else len(entries) >= page_size
-    came_round = cursor is not None and (last == cursor or any(b.provider_batch_id == cursor for b in batches))
-    return BatchPage(tuple(batches), last if has_more and not came_round else None)
+    came_round = cursor is not None and (last == cursor or cursor in ids)
+    return last if has_more and not came_round else None
 
 
 # -------------------------------------------------------------------------------------- request lines
