@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -29,7 +30,7 @@ from batchferry.kafka import AioKafka, EmbeddedBroker, KafkaClientSettings
 from batchferry.kafka.lapsed import LapsedMembers
 from batchferry.ports import BatchProvider, Clock
 from batchferry.providers.openai import CallTimeouts, OpenAIAccount, OpenAIProvider
-from batchferry.server import AdminServer, make_app
+from batchferry.server import MAX_CONNECTIONS, AdminServer, make_app
 from batchferry.simulator import FaultRule, Scenario, SimulatorSettings, load_scenario, run_forever
 from batchferry.store import LocalState
 from batchferry.telemetry import ServiceTelemetry, build_telemetry, error_fields
@@ -40,12 +41,19 @@ EXIT_GATE_REFUSED = 3
 EXIT_BUDGET_PASSED = 4
 EXIT_SECOND_SIGNAL = 130
 
+STOP_RESERVE_S = 4.5
+"""Beyond ``stop_budget_s``: so much later (real seconds) a process that was told to stop is over, whatever hangs in it.
+The budget is for the work in hand, the reserve for closing; both together fit into the 30 s that Kubernetes gives."""
+START_PATIENCE_S = 2.0
+"""A start that a signal cuts short may take so long (real seconds) to let go of what it had opened."""
+
 __all__ = [
     "EXIT_BUDGET_PASSED",
     "EXIT_DRAINED",
     "EXIT_FAILED",
     "EXIT_GATE_REFUSED",
     "EXIT_SECOND_SIGNAL",
+    "STOP_RESERVE_S",
     "EmbeddedBroker",
     "Finding",
     "Service",
@@ -189,7 +197,7 @@ async def check_gates(settings: Settings) -> list[Finding]:
 async def _look(settings: Settings, kafka: AioKafka, providers: Mapping[str, BatchProvider]) -> World:
     admin = await kafka.admin()
     try:
-        return await look(settings, admin, providers)
+        return await look(settings, kafka, admin, providers)
     finally:
         await admin.close()
 
@@ -288,6 +296,9 @@ class Service:
         self._run = asyncio.create_task(self.supervisor.run(), name="supervisor")
 
     def _metrics_text(self) -> bytes:
+        if self._server is not None:
+            self.telemetry.gauge("bound_used", self._server.connections, bound="admin_connections")
+            self.telemetry.gauge("bound_limit", MAX_CONNECTIONS, bound="admin_connections")
         text = getattr(self.telemetry, "metrics_text", None)
         return b"" if text is None else bytes(text())
 
@@ -297,23 +308,33 @@ class Service:
             await asyncio.shield(self._run)
 
     async def stop(self) -> bool:
-        """Drain within the budget and close everything; whether all was drained."""
-        drained = True
+        """Drain within the budget, and close everything within ``STOP_RESERVE_S`` more.
+
+        Returns whether all was drained and closed in time. What hangs beyond that is left to the end of the process.
+        """
+        loop = asyncio.get_running_loop()
+        stop_by = loop.time() + self.settings.stop_budget_s + STOP_RESERVE_S
+        done = True
         if self.supervisor is not None:
-            drained = await self.supervisor.stop()
+            done = await self.supervisor.stop()
+        else:
+            self.telemetry.event("service_stopped", drained=True, reason="nothing had begun")
+        steps = [*(provider.close() for provider in self.providers.values()), self.store.close(), self.kafka.aclose()]
         if self._run is not None:
-            with contextlib.suppress(Exception, asyncio.CancelledError):
-                await self._run  # what ended it was told when it happened, and is raised by `wait`
-        for provider in self.providers.values():
-            await provider.close()
-        await self.store.close()
-        await self.kafka.aclose()
+            steps.append(_ended(self._run))
+        closing = [asyncio.create_task(one, name="closing") for one in steps]
+        # Half of the time that is left: the probes and the last metrics want some too.
+        ended, late = await asyncio.wait(closing, timeout=max(0.0, stop_by - loop.time()) / 2)
+        for task in late:
+            task.cancel()
+        for task in ended:
+            task.result()
         if self._server is not None:
-            await self._server.stop()
+            await self._server.stop(max(0.1, stop_by - loop.time()) / 2)
         close = getattr(self.telemetry, "close", None)
         if close is not None:
-            await close()
-        return drained
+            await close(max(0.1, stop_by - loop.time()) / 2)
+        return done and not late
 
     # -- what the admin address asks
 
@@ -346,16 +367,55 @@ class Service:
         return [] if self.supervisor is None else await self.supervisor.batch_events(batch_id)
 
 
+async def _ended(task: asyncio.Task[None]) -> None:
+    """Wait for its end. What ended it was told when it happened, and is raised by ``Service.wait``."""
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()
+
+
+class _LastWord:
+    """Ends the process when its stop does not end. A thread: what hangs may be the event loop, or its closing."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._timer: threading.Timer | None = None
+        self.code = EXIT_DRAINED
+
+    def begin(self) -> None:
+        """The time runs from the first call."""
+        if self._timer is None:
+            self._timer = threading.Timer(self._limit_s, self._speak)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def withdraw(self) -> None:
+        """All is over in time."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _speak(self) -> None:
+        os._exit(self.code or EXIT_BUDGET_PASSED)
+
+
 def run_service(settings: Settings) -> int:
-    """Run until a signal or a failure; the exit code says which (see the ``EXIT_`` constants)."""
+    """Run until a signal or a failure; the exit code says which (see the ``EXIT_`` constants).
+
+    From the signal or the failure on, the process lives at most ``stop_budget_s`` + ``STOP_RESERVE_S``.
+    """
     runner_factory: Any = None
     with contextlib.suppress(ImportError):  # not on every platform
         runner_factory = import_module("uvloop").new_event_loop
-    with asyncio.Runner(loop_factory=runner_factory) as runner:
-        return runner.run(_serve(settings))
+    last_word = _LastWord(settings.stop_budget_s + STOP_RESERVE_S)
+    try:
+        # Its end is part of the stop: it waits for tasks and threads that were left, for which nobody else has a limit.
+        with asyncio.Runner(loop_factory=runner_factory) as runner:
+            return runner.run(_serve(settings, last_word))
+    finally:
+        last_word.withdraw()
 
 
-async def _serve(settings: Settings) -> int:
+async def _serve(settings: Settings, last_word: _LastWord) -> int:
     service = Service(settings)
     telemetry: ServiceTelemetry = service.telemetry
     loop = asyncio.get_running_loop()
@@ -364,6 +424,7 @@ async def _serve(settings: Settings) -> int:
     def on_signal(name: str) -> None:
         if asked.is_set():
             os._exit(EXIT_SECOND_SIGNAL)  # a second signal means: now
+        last_word.begin()
         telemetry.event("service_stopping", signal=name, budget_s=settings.stop_budget_s)
         asked.set()
 
@@ -371,17 +432,23 @@ async def _serve(settings: Settings) -> int:
         loop.add_signal_handler(number, on_signal, number.name)
     code = EXIT_DRAINED
     try:
-        await service.start()
-        ended = asyncio.create_task(service.wait())
         stop = asyncio.create_task(asked.wait())
-        await asyncio.wait({ended, stop}, return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
-        if ended.done():
-            error = ended.exception()
-            if error is not None:
-                code = EXIT_FAILED
-        else:
-            ended.cancel()
+        starting = asyncio.create_task(service.start(), name="start")
+        await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            ended = asyncio.create_task(service.wait())
+            await asyncio.wait({ended, stop}, return_when=asyncio.FIRST_COMPLETED)
+            stop.cancel()
+            if ended.done():
+                error = ended.exception()
+                if error is not None:
+                    code = EXIT_FAILED
+            else:
+                ended.cancel()
+        else:  # told to stop while it looked around: nothing was read, so nothing is left to do
+            starting.cancel()
+            await asyncio.wait({starting}, timeout=START_PATIENCE_S)
     except GateRefused as refused:
         for finding in refused.findings:
             telemetry.event("gate_refused", finding=finding)
@@ -389,6 +456,8 @@ async def _serve(settings: Settings) -> int:
     except BatchferryError as error:
         telemetry.event("task_failed", task="start", **error_fields(error))
         code = EXIT_FAILED
+    last_word.code = code
+    last_word.begin()
     drained = await service.stop()
     return EXIT_BUDGET_PASSED if code == EXIT_DRAINED and not drained else code
 

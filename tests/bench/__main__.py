@@ -1,4 +1,4 @@
-"""``python -m bench [big]``: the measurements of the README, printed as ratios."""
+"""``python -m bench [big | takeover]``: the measurements of the README, printed as ratios."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import resource
 import sys
 
-from . import big, ingest, landing
-from .kit import Rehearsal, cluster, simulator
+from . import big, ingest, landing, takeover
+from .kit import Rehearsal, cluster, folder, simulator
 
 GOALS = {4096: 0.45, 1024: 0.35}
 LANDING_GOAL = 0.5
@@ -39,8 +39,19 @@ async def main() -> None:
     print(f"peak memory of this process (services and raw loops together): {peak / 1e6:,.0f} MB")
 
 
+async def takeovers() -> None:
+    """Measure how soon a moved partition can settle again."""
+    with cluster() as bootstrap:
+        clock = Rehearsal(speed=1.0)
+        with simulator(clock) as base_url:
+            async with folder() as place:
+                print(takeover.explain(await takeover.measure(bootstrap, base_url, clock, place)), flush=True)
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["big"]:
         big.main()
+    elif sys.argv[1:] == ["takeover"]:
+        asyncio.run(takeovers())
     else:
         asyncio.run(main())

@@ -104,6 +104,21 @@ class Replica:
         """Whether the process ended by itself."""
         return self._process is not None and self._process.exitcode is not None
 
+    def collect(self) -> int | None:
+        """The exit code of a process that ended by itself; afterwards ``go`` may start the next one."""
+        assert self.has_ended
+        return self._joined()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a process that has not ended."""
+        return self._process is not None and self._process.exitcode is None
+
+    @property
+    def log(self) -> Path:
+        """Where all its processes, one after the other, have logged."""
+        return self._log
+
     def freeze(self) -> None:
         """SIGSTOP: alive for the system, dead for everybody else."""
         self._signal(signal.SIGSTOP)
@@ -185,12 +200,15 @@ class Rig:
         max_rows: int = 30,
         submit_ttl_s: float = 2.0,
         scenario: Scenario | None = None,
+        partitions: int = PARTITIONS,
         **limits: object,
     ) -> None:
         self.kafka = kafka
         self.folder = folder
         self.tag = uuid4().hex[:8]
         self.rows: list[Row] = []
+        self.partitions = partitions
+        """Of the input and the ledger; a test that lets them grow says so."""
         self.outcomes: dict[tuple[int, int], list[Record]] = defaultdict(list)
         self.replicas: list[Replica] = []
         self._bootstrap = bootstrap
@@ -216,7 +234,7 @@ class Rig:
     async def __aenter__(self) -> Self:
         await self._stack.enter_async_context(self.simulator)
         for topic in (self.requests, self.results, self.failures, self.events):
-            await made_topic(self.kafka, topic, PARTITIONS, retention_ms="-1")  # virtual time begins long ago
+            await made_topic(self.kafka, topic, self.partitions, retention_ms="-1")  # virtual time begins long ago
         self._tail = self.kafka.tail()
         await self._tail.start([self.results, self.failures])
         self._reading = asyncio.create_task(self._read_outcomes())
@@ -279,7 +297,7 @@ class Rig:
                 "failures": self.failures,
                 "events": self.events,
                 "group": self.group,
-                "partitions": PARTITIONS,
+                "partitions": self.partitions,
             },
             "accounts": {
                 "default": {
@@ -309,12 +327,13 @@ class Rig:
 
     # --------------------------------------------------------------------------------------------- input
 
-    async def produce(self, rows: int, partitions: Iterable[int] = range(PARTITIONS)) -> None:
-        """So many requests, over these partitions in turn, each with a body of its own."""
+    async def produce(self, rows: int, partitions: Iterable[int] | None = None) -> None:
+        """So many requests, over these partitions (None: all) in turn, each with a body of its own."""
         producer = self.kafka.plain_producer()
         await producer.start()
         at_ms = int((self.origin + (datetime.now(UTC) - self.started) * SPEED).timestamp() * 1000)
-        next_offset = Counter(dict.fromkeys(range(PARTITIONS), 0))
+        next_offset = Counter(dict.fromkeys(range(self.partitions), 0))
+        partitions = range(self.partitions) if partitions is None else partitions
         for row in self.rows:
             next_offset[row.partition] += 1
         records = []
@@ -389,7 +408,7 @@ class Rig:
             self._reader = self.kafka.reader()
             await self._reader.start()
         found = {}
-        for partition in range(PARTITIONS):
+        for partition in range(self.partitions):
             ledger = found[partition] = PartitionLedger(partition)
             async for records in self._reader.read_to_end(self.ledger, partition):
                 for record in records:
@@ -397,11 +416,11 @@ class Rig:
                         ledger.replay(record.key, record.value)
         return found
 
-    async def settle_the_books(self, *, runs: Callable[[Row], int] = lambda _: 1, orphan_files: int = 0) -> None:
+    async def settle_the_books(self, *, runs: Callable[[Row], int] = lambda _: 1, orphan_files: int | None = 0) -> None:
         """Wait until everything is through, then hold it against what was promised.
 
         ``runs``: how often the provider may have run a row. ``orphan_files``: uploaded by a life that ended before
-        it could write the file's id down; they expire by themselves.
+        it could write the file's id down; they expire by themselves. None: however many.
         """
         wanted = {(row.partition, row.offset) for row in self.rows}
         await self.until(lambda: wanted <= self.outcomes.keys(), "an outcome for every request", 40)
@@ -424,7 +443,10 @@ class Rig:
         assert ran == {(row.partition, row.offset): runs(row) for row in self.rows}, "rows the provider ran"
         paid = {self.simulator.bill.paid_runs_of_body(row.body) for row in self.rows}
         assert paid == {1}
-        await self.until(lambda: len(self.provider_files()) == orphan_files, "the provider's files to be as expected")
+        if orphan_files is not None:
+            await self.until(
+                lambda: len(self.provider_files()) == orphan_files, "the provider's files to be as expected"
+            )
         for replica in self.replicas:
             assert not replica.told("batch_quarantined"), replica.tail_of_log()
             assert not replica.told("task_failed"), replica.tail_of_log()

@@ -23,6 +23,7 @@ from batchferry.domain.ledger import (
     SettledBlock,
     Tombstone,
     Watermark,
+    Witness,
     decode,
     encode,
 )
@@ -121,6 +122,14 @@ entries: st.SearchStrategy[LedgerEntry] = st.one_of(
     st.builds(LedgerHeader, text.map(LedgerId), st.integers(0, 99), st.none() | instants, extras(ALL_MEMBERS)),
     st.builds(Claim, text, text, instants, extras(ALL_MEMBERS)),
     st.builds(Watermark, st.integers(0, (1 << 63) - 1), instants, extras(ALL_MEMBERS)),
+    st.builds(
+        Witness,
+        st.integers(0, (1 << 63) - 1),
+        st.integers(-1, 1 << 45),
+        st.integers(0, 1 << 30),
+        st.integers(0, (1 << 32) - 1),
+        extras(ALL_MEMBERS),
+    ),
     st.builds(Tombstone, st.sampled_from([b"lot/x", b"settled/3", b"wm", b"newer/kind"])),
     blocks(),
     lots,

@@ -379,10 +379,17 @@ class LimitSettings(_Section):
     """A successor waits so much longer: the creator's clock may run behind."""
     lookup_pause_s: Seconds = 60.0
     """Between the two look-ups that must agree before a lost create counts as never made."""
+    sweep_interval_s: Annotated[Seconds, Field(ge=60)] = 3600.0
+    """Between two searches of the accounts for batches and files of ours that no ledger names."""
     window_grace_s: Seconds = 1800.0
     """A batch still running so long after its window is cancelled and its partial results are landed."""
     restore_timeout_s: Seconds = 120.0
     """Deadline for reading one partition's ledger."""
+    headroom_min_s: Annotated[Seconds, Field(ge=0, le=604_800)] = 21_600.0
+    """Waiting rows that the input topic would delete within so long become failures; 0: they wait until they are lost.
+
+    Time enough to read the failure and to replay the record while it still exists.
+    """
 
 
 class ServerSettings(_Section):

@@ -5,6 +5,7 @@ Keys are readable text, one record per fact:
 ==================  =======================================================================================
 ``ledger``          who this ledger is (its id, the oldest reader that may touch it); written once
 ``claim``           which process took the partition over last
+``witness``         one input record that was read: how a topic made anew under the same name is told
 ``wm``              the settled watermark: every input offset below it has had its outcome
 ``settled/<n>``     the settled offsets in block n (offsets n * 65536 up to (n + 1) * 65536)
 ``lot/<id>``        one partition's part of a batch (or of a wave of the sync lane): rows, state, provider ids
@@ -23,6 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
+from zlib import crc32
 
 import orjson
 from pyroaring import BitMap
@@ -78,6 +80,39 @@ class Claim:
     app_version: str
     at: datetime
     extra: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Witness:
+    """A record of the input partition as it was read: the topic is still the same while it is still there.
+
+    A key of its own, and not a member of ``claim``: a takeover writes its claim before it has read the ledger, and
+    compaction would take the only copy away between the two.
+
+    ``checksum`` is the CRC-32 of key and value. It cannot be turned back into either, and together with offset, time
+    and size no other topic shows it by chance.
+    """
+
+    offset: int
+    timestamp_ms: int
+    size_bytes: int
+    checksum: int
+    extra: Mapping[str, object] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, offset: int, timestamp_ms: int, key: bytes | None, value: bytes | None) -> Witness:
+        """What to remember of a record."""
+        size_bytes = len(key or b"") + len(value or b"")
+        return cls(offset, timestamp_ms, size_bytes, crc32(value or b"", crc32(key or b"")))
+
+    def is_seen_in(self, timestamp_ms: int, key: bytes | None, value: bytes | None) -> bool:
+        """Whether the record that stands at the offset now is the one that was read then."""
+        other = Witness.of(self.offset, timestamp_ms, key, value)
+        return (other.timestamp_ms, other.size_bytes, other.checksum) == (
+            self.timestamp_ms,
+            self.size_bytes,
+            self.checksum,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +209,11 @@ class Tombstone:
     key: bytes
 
 
-LedgerEntry = LedgerHeader | Claim | Watermark | SettledBlock | Lot | Tombstone
+LedgerEntry = LedgerHeader | Claim | Witness | Watermark | SettledBlock | Lot | Tombstone
 
 _LEDGER_KEY = b"ledger"
 _CLAIM_KEY = b"claim"
+_WITNESS_KEY = b"witness"
 _WATERMARK_KEY = b"wm"
 _BLOCK_PREFIX = b"settled/"
 _LOT_PREFIX = b"lot/"
@@ -235,6 +271,14 @@ def encode(entry: LedgerEntry) -> tuple[bytes, bytes | None]:
         case Claim():
             value = {"incarnation": entry.incarnation, "app_version": entry.app_version, "at": _ms(entry.at)}
             return _CLAIM_KEY, _dump(value, entry.extra)
+        case Witness():
+            value = {
+                "offset": entry.offset,
+                "timestamp": entry.timestamp_ms,
+                "bytes": entry.size_bytes,
+                "crc": entry.checksum,
+            }
+            return _WITNESS_KEY, _dump(value, entry.extra)
         case Watermark():
             return _WATERMARK_KEY, _dump({"wm": entry.offset, "at": _ms(entry.at)}, entry.extra)
         case Lot():
@@ -254,6 +298,8 @@ def decode(key: bytes, value: bytes | None) -> LedgerEntry | None:
             return _decode_header(value)
         if key == _CLAIM_KEY:
             return _decode_claim(value)
+        if key == _WITNESS_KEY:
+            return _decode_witness(value)
         if key == _WATERMARK_KEY:
             return _decode_watermark(value)
         block = block_number_of(key)
@@ -307,6 +353,14 @@ def _decode_header(value: bytes) -> LedgerHeader:
 def _decode_claim(value: bytes) -> Claim:
     members, extra = _load(value, frozenset({"incarnation", "app_version", "at"}))
     return Claim(str(members["incarnation"]), str(members["app_version"]), _at(members["at"]), extra)
+
+
+def _decode_witness(value: bytes) -> Witness:
+    members, extra = _load(value, frozenset({"offset", "timestamp", "bytes", "crc"}))
+    offset = _int(members["offset"])
+    if not 0 <= offset <= _MAX_OFFSET:
+        raise ValueError("not an offset")
+    return Witness(offset, _int(members["timestamp"]), _int(members["bytes"]), _int(members["crc"]), extra)
 
 
 def _decode_watermark(value: bytes) -> Watermark:

@@ -32,6 +32,7 @@ from batchferry.domain.ledger import (
     SettledBlock,
     Tombstone,
     Watermark,
+    Witness,
     block_key,
     block_number_of,
     block_of,
@@ -49,6 +50,7 @@ class PartitionLedger:
         self.partition = partition
         self.header: LedgerHeader | None = None
         self.claim: Claim | None = None
+        self.witness: Witness | None = None
         self.watermark = 0
         self.has_watermark = False
         self.settled = OffsetSet()
@@ -142,6 +144,8 @@ class PartitionLedger:
                 self.header = entry
             case Claim():
                 self.claim = entry
+            case Witness():
+                self.witness = entry
             case Tombstone(key):
                 self._drop(key)
 

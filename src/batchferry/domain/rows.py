@@ -58,6 +58,8 @@ class RowFlag(StrEnum):
     TOOL_CALL_PENDING = "tool_call_pending"
     EMPTY = "empty"
     WASTE = "waste"
+    SOURCE_DELETED = "source_deleted"
+    """The input topic had deleted the request when its answer came: key, headers and custom_id are not known."""
 
 
 class ResultLine(msgspec.Struct, frozen=True):

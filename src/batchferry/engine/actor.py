@@ -77,6 +77,11 @@ class BatchActor:
         """Whether nothing more will happen to this batch here."""
         return self.batch.state in FINAL or self.batch.is_clean
 
+    @property
+    def waiting_events(self) -> int:
+        """News that has not been handled yet."""
+        return self._mailbox.qsize()
+
     def post(self, event: Event) -> None:
         """Put news into the mailbox. When it is full, news that comes again by itself is dropped, else the oldest."""
         if self._mailbox.full():

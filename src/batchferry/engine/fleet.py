@@ -43,6 +43,8 @@ class FleetView:
         self._ledger_topic = ledger_topic
         self._control_topic = control_topic
         self._ledgers: dict[int, PartitionLedger] = {}
+        self.unreadable: set[int] = set()
+        """Partitions in whose ledger a record could not be read: their absence of a lot proves nothing."""
         self.control = control.ControlState()
         self._tail: LogTail | None = None
         self._producer: PlainProducer | None = None
@@ -64,6 +66,7 @@ class FleetView:
                 await tail.start([self._ledger_topic, self._control_topic])
                 started, records = asyncio.get_running_loop().time(), 0
                 self._ledgers.clear()
+                self.unreadable.clear()
                 self._tail = tail
                 # Marked once: the fleet writes without a pause, and an end that moves along is never reached.
                 mark = await tail.mark()
@@ -98,6 +101,7 @@ class FleetView:
             ledger.replay(record.key, record.value)
         except (ValueError, LedgerTooNew):
             # The owner of that partition refuses it; here it only means that we know less of a sibling.
+            self.unreadable.add(record.partition)
             self._telemetry.event("ledger_record_unreadable", partition=record.partition, offset=record.offset)
 
     async def ready(self) -> None:
@@ -164,6 +168,11 @@ class FleetView:
         if self._outbox and (self._sender is None or self._sender.done()):
             self._sender = asyncio.create_task(self._send_waiting(), name="events")
             self._sender.add_done_callback(self._sender_done)
+
+    @property
+    def waiting_events(self) -> int:
+        """Records that wait for the broker."""
+        return len(self._outbox)
 
     async def _send_waiting(self) -> None:
         while self._outbox:

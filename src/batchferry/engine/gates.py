@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from batchferry.config import Settings
-from batchferry.domain.errors import KafkaUnavailable
-from batchferry.domain.provider import CallFailed, CallFailure
+from batchferry.domain.errors import KafkaUnavailable, PartitionLost
+from batchferry.domain.provider import CallFailed, CallFailure, FileRole
 from batchferry.domain.times import hours
-from batchferry.ports import BatchProvider, KafkaAdmin, TopicDescription
+from batchferry.ports import BatchProvider, KafkaAdmin, KafkaPort, TopicDescription
 
 DAY_MS = 86_400_000
 DEFAULT_MAX_MESSAGE_BYTES = 1_048_588
 """Kafka's own default of ``max.message.bytes``."""
+PROBE = "probe"
+"""Ends the transactional id under which it is tried whether transactions are allowed; no partition's id ends so."""
 RECORD_OVERHEAD_BYTES = 512
 """Room for a record's key, headers and framing within the topic's limit."""
 
@@ -74,7 +76,9 @@ class World:
         ]
 
 
-async def look(settings: Settings, admin: KafkaAdmin, providers: Mapping[str, BatchProvider]) -> World:
+async def look(
+    settings: Settings, kafka: KafkaPort, admin: KafkaAdmin, providers: Mapping[str, BatchProvider]
+) -> World:
     """Go through every gate.
 
     Raises:
@@ -88,9 +92,13 @@ async def look(settings: Settings, admin: KafkaAdmin, providers: Mapping[str, Ba
     findings: list[Finding] = []
     made = await _make_missing(settings, admin, found, findings)
     found.update(await admin.describe([*names, *internal]))
+    await _let_ledger_grow(settings, admin, found, findings)
     findings += _check_input(settings, found[topics.requests])
     findings += _check_ledger(settings, found[topics.ledger_topic], found[topics.requests])
     findings += _check_control(found[topics.control_topic], topics.control_topic)
+    for name in internal:
+        findings += _check_batch_fits(settings, "facts fit", name, found[name])
+    findings += await _check_transactions(settings, kafka)
     limits: dict[str, int] = {}
     for name in names[1:]:
         findings += _check_output(settings, name, found[name], found[topics.requests], limits)
@@ -113,6 +121,19 @@ async def _make_missing(
 ) -> dict[str, int]:
     topics = settings.topics
     there = found.get(topics.requests)
+    remembered = found.get(topics.ledger_topic)
+    if there is None and remembered is not None:
+        findings.append(
+            Finding(
+                "input is the one we know",
+                Verdict.REFUSE,
+                topics.requests,
+                f"the topic does not exist, but its ledger {topics.ledger_topic} does: it was deleted, or never made",
+                "name the right topic in topics.requests; for a new one make it with"
+                f" {remembered.partitions} partitions and give topics.group a new name",
+            )
+        )
+        return {}
     partitions = topics.partitions if there is None else there.partitions
     wanted: dict[str, tuple[int, Mapping[str, str]]] = {
         topics.requests: (partitions, {}),
@@ -145,6 +166,51 @@ async def _make_missing(
         made[name] = count
         findings.append(Finding("topic exists", Verdict.OK, name, f"made with {count} partitions"))
     return made
+
+
+async def _let_ledger_grow(
+    settings: Settings, admin: KafkaAdmin, found: dict[str, TopicDescription | None], findings: list[Finding]
+) -> None:
+    """The ledger is ours: it follows the input's partitions, if the settings let us make topics."""
+    topics = settings.topics
+    ledger, requests = found[topics.ledger_topic], found[topics.requests]
+    if ledger is None or requests is None or ledger.partitions >= requests.partitions or not topics.create:
+        return
+    await admin.grow(topics.ledger_topic, requests.partitions)
+    found[topics.ledger_topic] = ledger._replace(partitions=requests.partitions)
+    findings.append(
+        Finding(
+            "ledger has a partition for each of the input",
+            Verdict.OK,
+            topics.ledger_topic,
+            f"raised from {ledger.partitions} to {requests.partitions} partitions",
+        )
+    )
+
+
+async def _check_transactions(settings: Settings, kafka: KafkaPort) -> list[Finding]:
+    """Whether the cluster lets us begin to write transactions; none is written."""
+    topics = settings.topics
+    transactional_id = f"{topics.ledger_topic}.{PROBE}"
+    producer = kafka.partition_producer(topics.requests, 0, topics.group, transactional_id)
+    try:
+        await producer.init()
+    except PartitionLost:
+        pass  # another replica starts at this moment and asks the same
+    except KafkaUnavailable as error:
+        return [
+            Finding(
+                "transactions are allowed",
+                Verdict.REFUSE,
+                transactional_id,
+                f"the cluster does not let us open a transactional producer ({error})",
+                f"allow WRITE and DESCRIBE on transactional ids that begin with {topics.ledger_topic}.,"
+                " and see that the cluster's transaction state log is up",
+            )
+        ]
+    finally:
+        await producer.close()
+    return [Finding("transactions are allowed", Verdict.OK, transactional_id)]
 
 
 def _check_input(settings: Settings, topic: TopicDescription | None) -> list[Finding]:
@@ -278,17 +344,19 @@ def _check_output(
         return []
     takes = int(topic.configs.get("max.message.bytes", str(DEFAULT_MAX_MESSAGE_BYTES)))
     limits[name] = max(1024, takes - RECORD_OVERHEAD_BYTES)
-    if takes < settings.kafka.produce_batch_bytes:
+    if "compact" in (policy := topic.configs.get("cleanup.policy", "delete")):
         return [
             Finding(
-                "outcomes fit",
+                "outcomes are kept",
                 Verdict.REFUSE,
                 name,
-                f"the topic takes {takes} bytes at a time, but outcomes are sent in batches of up to"
-                f" {settings.kafka.produce_batch_bytes}: a full one would be refused again and again",
-                f"set kafka.produce_batch_bytes to {takes} or less, or raise max.message.bytes of this topic",
+                f"cleanup.policy is {policy}: of several outcomes with one key compaction keeps only the last",
+                "set cleanup.policy=delete on this topic",
             )
         ]
+    too_small = _check_batch_fits(settings, "outcomes fit", name, topic)
+    if too_small:
+        return too_small
     gives = DEFAULT_MAX_MESSAGE_BYTES
     if requests is not None:
         gives = int(requests.configs.get("max.message.bytes", str(gives)))
@@ -306,31 +374,37 @@ def _check_output(
     return [Finding("outcomes fit", Verdict.OK, name, f"max.message.bytes={takes}")]
 
 
+def _check_batch_fits(settings: Settings, gate: str, name: str, topic: TopicDescription | None) -> list[Finding]:
+    """Nothing, or that the topic is too small for what we send at a time."""
+    if topic is None:
+        return []
+    takes = int(topic.configs.get("max.message.bytes", str(DEFAULT_MAX_MESSAGE_BYTES)))
+    if takes >= settings.kafka.produce_batch_bytes:
+        return []
+    return [
+        Finding(
+            gate,
+            Verdict.REFUSE,
+            name,
+            f"the topic takes {takes} bytes at a time, but we send in batches of up to"
+            f" {settings.kafka.produce_batch_bytes}: a full one would be refused again and again",
+            f"set kafka.produce_batch_bytes to {takes} or less, or raise max.message.bytes of this topic",
+        )
+    ]
+
+
 async def _check_account(settings: Settings, name: str, provider: BatchProvider) -> Sequence[Finding]:
-    answer = await provider.list_batches()
-    if isinstance(answer, CallFailed):
-        if answer.kind is CallFailure.ACCOUNT:
-            return [
-                Finding(
-                    "account is let in",
-                    Verdict.REFUSE,
-                    name,
-                    f"the provider refuses the account ({answer.summary})",
-                    f"check accounts.{name}.api_key, its project and its rights to files and batches",
-                )
-            ]
-        return [
-            Finding(
-                "account is let in",
-                Verdict.WARN,
-                name,
-                f"the provider could not be asked ({answer.summary})",
-                f"check accounts.{name}.base_url and the network; rows wait until it answers",
-            )
-        ]
+    """A key may have one right and lack the other: both are asked for, and told apart."""
+    found = [
+        _check_right(name, "batches", await provider.list_batches()),
+        _check_right(name, "files", await provider.list_files(FileRole.INPUT)),
+    ]
+    if all(one.verdict is Verdict.REFUSE for one in found):
+        remedy = f"check accounts.{name}.api_key, its project and its rights to files and batches"
+        found = [Finding("account is let in", Verdict.REFUSE, name, found[0].text, remedy)]
     skew_s = provider.clock_skew_s
     if skew_s is not None and abs(skew_s) > settings.limits.max_clock_skew_s:
-        return [
+        found.append(
             Finding(
                 "clocks agree",
                 Verdict.WARN,
@@ -338,8 +412,29 @@ async def _check_account(settings: Settings, name: str, provider: BatchProvider)
                 f"our clock differs from the provider's by {skew_s:.0f} s",
                 "let NTP set this machine's clock",
             )
-        ]
-    return [Finding("account is let in", Verdict.OK, name)]
+        )
+    return found
+
+
+def _check_right(name: str, what: str, answer: object) -> Finding:
+    gate = f"account may use {what}"
+    if not isinstance(answer, CallFailed):
+        return Finding(gate, Verdict.OK, name)
+    if answer.kind is CallFailure.ACCOUNT:
+        return Finding(
+            gate,
+            Verdict.REFUSE,
+            name,
+            f"the provider refuses to list this account's {what} ({answer.summary})",
+            f"check accounts.{name}.api_key and its project, and give the key the right to read and write {what}",
+        )
+    return Finding(
+        gate,
+        Verdict.WARN,
+        name,
+        f"the provider could not be asked for {what} ({answer.summary})",
+        f"check accounts.{name}.base_url and the network; rows wait until it answers",
+    )
 
 
 async def look_without_broker(reason: KafkaUnavailable) -> list[Finding]:

@@ -37,9 +37,20 @@ SEAL_SLACK_S = 0.01
 """Service-clock seconds added, so that rounding does not wake us just before the time."""
 CATCHING_UP_S = 60.0
 """While a backlog streams in, a due batch may wait so long (service time) for the rest of it."""
+DISK_RESERVE_BYTES = 64 * 1024**2
+"""With less free space than this on the state folder's file system the input waits: result files need room too."""
+DISK_RESERVE_SHARE = 8
+"""On a small file system the reserve is one part in so many of it."""
+INDEX_LOW_SHARE = 0.75
+"""Paused by a full index, the input is read again below this share of its limit."""
 STORE_PAUSE_S = 2.0
 KAFKA_PAUSE_S = 2.0
 """Real seconds before the next poll after one that failed."""
+
+
+def disk_reserve_bytes(total_bytes: int) -> int:
+    """How much of a file system of this size must stay free."""
+    return min(DISK_RESERVE_BYTES, total_bytes // DISK_RESERVE_SHARE)
 
 
 NewBatch = Callable[[SealedBatch], Awaitable[None]]
@@ -241,6 +252,8 @@ class Intake:
                 if rows:
                     await self._store.put_rows(partition, rows)
                 task.next_offset = max(task.next_offset, expected)
+                if records:
+                    task.note_read(records[-1])
                 reach(Failpoint.ROWS_SPOOLED)
         size_bytes = sum([len(record.value or b"") for record in records])
         self._telemetry.count("records_read", len(records))
@@ -272,19 +285,23 @@ class Intake:
         """Seal by time until cancelled: when the next batch is due, and looking again as rows come in."""
         while True:
             next_due_ms = self.accumulator.next_due_ms()
-            wait_s = SEAL_TICK_S
-            if next_due_ms is not None:
-                wait_s = max(0.0, next_due_ms / 1000 - self._clock.now().timestamp())
+            if next_due_ms is None:
+                await asyncio.sleep(SEAL_TICK_S)
+                continue
+            wait_s = max(0.0, next_due_ms / 1000 + self._patience_s - self._clock.now().timestamp())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SEAL_TICK_S):
                     await self._clock.sleep(wait_s + SEAL_SLACK_S)
             await self._or_give_up(self.seal_due())
 
+    @property
+    def _patience_s(self) -> float:
+        """How much later than its time a batch leaves now."""
+        return CATCHING_UP_S if self._is_catching_up else 0.0
+
     async def seal_due(self) -> None:
         """Seal every open batch whose time has come; one that a backlog still streams into waits a little."""
-        now_ms = round(self._clock.now().timestamp() * 1000)
-        if self._is_catching_up:
-            now_ms -= round(CATCHING_UP_S * 1000)
+        now_ms = round((self._clock.now().timestamp() - self._patience_s) * 1000)
         async with self._lock:
             batches = [await self._close(closed) for closed in self.accumulator.due(now_ms)]
         for batch in batches:
@@ -350,25 +367,39 @@ class Intake:
         gauge("spool_bytes", spooled)
         gauge("indexed_rows", indexed)
         limits = self._limits
-        if not self._is_paused and (spooled >= limits.spool_high_bytes or indexed >= limits.max_index_rows):
+        low_rows = round(limits.max_index_rows * INDEX_LOW_SHARE)
+        free, total = self._store.disk_bytes
+        reserve = disk_reserve_bytes(total)
+        full = [
+            reason
+            for reason, is_full in (
+                ("spool", spooled >= limits.spool_high_bytes),
+                ("index", indexed >= limits.max_index_rows),
+                ("disk", free < reserve),
+            )
+            if is_full
+        ]
+        if full and not self._is_paused:
             self._is_paused = True
-            self._telemetry.event("consumption_paused", spool_bytes=spooled, indexed_rows=indexed)
-        elif self._is_paused and spooled < limits.spool_low_bytes and indexed < limits.max_index_rows:
+            self._telemetry.event(
+                "consumption_paused", reason=",".join(full), spool_bytes=spooled, indexed_rows=indexed
+            )
+        elif self._is_paused and spooled < limits.spool_low_bytes and indexed <= low_rows and free >= 2 * reserve:
             self._is_paused = False
             self._telemetry.event("consumption_resumed", spool_bytes=spooled, indexed_rows=indexed)
             for partition, task in self._tasks.items():
                 if task.is_live:
                     self._consumer.resume(partition)
         if self._is_paused:
-            await self._or_give_up(self._make_room(spooled))
+            # What is sealed already will free its part by itself; of what is open only so much may stay.
+            low_bytes = min(limits.spool_low_bytes, max(0, spooled + free - 2 * reserve))
+            if self.accumulator.bytes > low_bytes or self.accumulator.rows > low_rows:
+                await self._or_give_up(self._make_room())
             self._consumer.pause([partition for partition, task in self._tasks.items() if task.is_live])
         gauge("consumption_is_paused", 1 if self._is_paused else 0)
 
-    async def _make_room(self, spooled: int) -> None:
-        """Seal the largest open batch early, one a round, until what is sealed will bring the spool below its mark."""
-        sealed_bytes = spooled - self.accumulator.bytes
-        if sealed_bytes >= spooled - self._limits.spool_low_bytes:
-            return
+    async def _make_room(self) -> None:
+        """Seal the largest open batch early: one a round."""
         async with self._lock:
             closed = self.accumulator.seal_largest()
             batch = None if closed is None else await self._close(closed)

@@ -25,6 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from msgspec import structs
+
 from batchferry.config import Settings
 from batchferry.domain.batcherrors import BatchErrorKind
 from batchferry.domain.batchkey import BatchKey
@@ -37,13 +39,14 @@ from batchferry.domain.partition import PartitionLedger
 from batchferry.domain.provider import BatchSnapshot, CallFailed, LineError, ProviderStatus, Usage
 from batchferry.domain.reconcile import Reconciliation, Whose
 from batchferry.domain.retry import KEPT, Action, RetryPolicy, carry_attempts, decide
-from batchferry.domain.rows import ResultLine, RowClass, UnreadableLine
+from batchferry.domain.rows import ResultLine, RowClass, RowFlag, UnreadableLine
 from batchferry.engine.failpoints import Failpoint, reach
 from batchferry.engine.holds import Holds
 from batchferry.engine.outcomes import OutcomeWriter, sample
 from batchferry.engine.partition import PartitionTask, Settlement
 from batchferry.engine.routing import Router, retry_policy
 from batchferry.engine.rowsource import RowSource
+from batchferry.engine.slots import Slots
 from batchferry.ports import BatchProvider, Clock, IndexRow, LocalStore, Telemetry
 
 READ_BYTES = 1024 * 1024
@@ -164,7 +167,7 @@ class Landing:
         self._source = source
         self._outcomes = outcomes
         self._holds = holds
-        self._downloads = asyncio.Semaphore(settings.limits.max_downloads)
+        self.downloads = Slots(settings.limits.max_downloads)
 
     async def land(
         self, batch_id: BatchId, own: OwnLots, effect: LandResults, provider: BatchProvider, memory: LandingMemory
@@ -180,7 +183,7 @@ class Landing:
         counted = snapshot.counts.completed + snapshot.counts.failed
         if not file_ids and counted and not effect.is_last_chance:
             return ResultsIncomplete("no_file_ids")
-        async with self._downloads:
+        async with self.downloads:
             paths: list[Path] = []
             try:
                 for number, file_id in enumerate(file_ids):
@@ -268,12 +271,14 @@ class Landing:
         try:
             for number, path in enumerate(paths):
                 await self._first_pass(first, provider, number, path)
-            again = await self._second_pass(first, provider, paths)
+            # A file that was cut short ends in a line that is only half there: its row may well have succeeded.
+            is_short = join.lines + first.unnamed < counted and not effect.is_last_chance
+            again = await self._second_pass(first, provider, paths, believes_unreadable=not is_short)
             for task, _ in lots.values():
                 if task.is_live:
                     await task.flush()
             incomplete = ""
-            if join.lines + first.unnamed < counted and not effect.is_last_chance:
+            if is_short:
                 incomplete = "fewer_lines_than_counted"
                 self._telemetry.event(
                     "batch_incomplete", batch_id=batch_id, lines=join.lines + first.unnamed, counted=counted
@@ -387,9 +392,10 @@ class Landing:
             priced = [(offset, line, self._outcomes.price(lot, line)) for offset, line in lines]
             first.tally.add_rows(partition, [(line.usage, price.batch, price.sync) for _, line, price in priced])
             answered = [
-                (known.get(offset) or lost_row(offset, lot), line, price)
+                (row, line, price) if row is not None else (lost_row(offset, lot), without_source(line), price)
                 for offset, line, price in priced
                 if not ledger.is_settled(offset)
+                for row in (known.get(offset),)
             ]
             settlements = self._outcomes.results(task, lot, answered, first.snapshot, self._clock.now())
             results = self._settings.topics.results
@@ -406,7 +412,7 @@ class Landing:
     # ------------------------------------------------------------------------------------------ failing rows
 
     async def _second_pass(
-        self, first: _FirstPass, provider: BatchProvider, paths: Sequence[Path]
+        self, first: _FirstPass, provider: BatchProvider, paths: Sequence[Path], *, believes_unreadable: bool
     ) -> dict[int, dict[RowClass, OffsetSet]]:
         """Turn failing lines into outcomes; returns, by partition and class, the rows that travel again."""
         again: dict[int, dict[RowClass, OffsetSet]] = {}
@@ -421,6 +427,8 @@ class Landing:
                 for (offset, _), raw in zip(some, lines, strict=True):
                     parsed = provider.parse_line(raw, first.endpoint)
                     if isinstance(parsed, UnreadableLine):
+                        if not believes_unreadable:
+                            continue
                         parsed = ResultLine(
                             wire_id=parsed.wire_id or "",
                             row_class=RowClass.UNREADABLE,
@@ -457,6 +465,7 @@ class Landing:
                 final.append((offset, line))
             else:
                 again.setdefault(partition, {}).setdefault(ended_in, OffsetSet()).add(offset)
+                first.tally.retried += 1
         if final:
             await self._fail(first, task, lot, final)
 
@@ -641,6 +650,7 @@ class Landing:
                 if rest:
                     again.setdefault(partition, {})[RowClass.BATCH_FAILED] = rest
                     tally.count(partition, RowClass.BATCH_FAILED, len(rest))
+                    tally.retried += len(rest)
                 await task.flush()
         except PartitionLost:
             return ResultsIncomplete("partition_moved")
@@ -718,6 +728,11 @@ def lost_row(offset: int, lot: Lot) -> IndexRow:
     """The index row of a record that the log has deleted: its own words are gone, its outcome is not."""
     deadline_ms = round(lot.created_at.timestamp() * 1000)
     return IndexRow(offset, "", None, (), deadline_ms, deadline_ms, lot.key.digest)
+
+
+def without_source(line: ResultLine) -> ResultLine:
+    """The line of a row whose record the log has deleted, marked as such."""
+    return structs.replace(line, flags=(*line.flags, RowFlag.SOURCE_DELETED))
 
 
 async def read_lines(path: Path) -> AsyncIterator[Sequence[tuple[int, bytes]]]:

@@ -36,7 +36,7 @@ from batchferry.domain.ids import WireId
 from batchferry.domain.ledger import Lot, LotTally
 from batchferry.domain.money import Price, format_usd, price_row
 from batchferry.domain.provider import BatchSnapshot
-from batchferry.domain.requests import BadRecord
+from batchferry.domain.requests import DEFAULT_RULES, BadRecord, parse_request
 from batchferry.domain.rows import ResultLine, RowClass
 from batchferry.domain.times import first_seen_ms, from_ms
 from batchferry.engine.partition import PartitionTask, Settlement
@@ -93,10 +93,15 @@ class OutcomeWriter:
         self._clock = clock
         self._telemetry = telemetry
         self._max_bytes = max_outcome_bytes
-        requests = partitions.get(settings.topics.requests)
-        self._co_partitioned = {name for name, count in partitions.items() if count == requests}
+        self._co_partitioned: set[str] = set()
+        self.learn_partitions(partitions)
         self._router = Router(settings)
         self._counts: Counter[tuple[str, str, str]] = Counter()
+
+    def learn_partitions(self, partitions: Mapping[str, int]) -> None:
+        """The topics have so many partitions now. To be told before an outcome of a new input partition is made."""
+        requests = partitions.get(self._topics.requests)
+        self._co_partitioned = {name for name, count in partitions.items() if count == requests}
 
     # --------------------------------------------------------------------------------------------- outcomes
 
@@ -353,6 +358,27 @@ class OutcomeWriter:
             remedy="raise retention.ms of the input topic, and send the request again",
         )
         return Settlement(offset, made, now_ms)
+
+    def expiring(self, task: PartitionTask, record: Record, now: datetime) -> Settlement:
+        """A record that waits and that the input topic would delete soon: said while it can still be quoted."""
+        t0_ms = first_seen_ms(record.timestamp, round(now.timestamp() * 1000))
+        request = parse_request(record.value, record.headers, DEFAULT_RULES)
+        passed = tuple(record.headers) if isinstance(request, BadRecord) else request.passed_headers
+        row = IndexRow(record.offset, request.custom_id or "", record.key, passed, t0_ms, t0_ms, "")
+        self._told(row, RowClass.RETENTION, now, None)
+        made = self._failure_record(
+            self._topics.failures,
+            self._bare_context(task, row),
+            row,
+            RowClass.RETENTION,
+            "input_expiring",
+            f"{record.topic}-{record.partition}@{record.offset}: no provider had this request yet, and the input topic"
+            " was about to delete it",
+            now,
+            quote_original(record.value),
+            remedy="raise retention.ms of the input topic, see why requests wait so long, and send it again",
+        )
+        return Settlement(record.offset, made, 0)
 
     def _context(
         self,

@@ -13,10 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
+from typing import NoReturn
 
 from batchferry.domain.errors import InvariantBroken, LedgerDamaged, PartitionLost
 from batchferry.domain.ids import LedgerId, LotId, new_batch_id, new_ledger_id
@@ -29,13 +31,14 @@ from batchferry.domain.ledger import (
     LotTally,
     Tombstone,
     Watermark,
+    Witness,
     encode,
     lot_key,
 )
 from batchferry.domain.offsets import OffsetSet
 from batchferry.domain.partition import PartitionLedger
 from batchferry.engine.failpoints import AFTER, BEFORE, Failpoint, reach, reach_transaction
-from batchferry.ports import Clock, KafkaPort, LogReader, OutRecord, PartitionProducer, Telemetry
+from batchferry.ports import Clock, KafkaPort, LogReader, OutRecord, PartitionProducer, Record, Telemetry
 
 ORPHAN_HORIZON_S = 7 * 86_400.0
 """How long a clean lot's stub stays, so that a late twin at the provider can still be recognised as ours."""
@@ -117,6 +120,8 @@ class RestoreFacts:
     log_end: int = 0
     lost: OffsetSet = field(default_factory=OffsetSet)
     """Unsettled offsets the log has deleted and that no provider has."""
+    expiring: OffsetSet = field(default_factory=OffsetSet)
+    """Open and waiting offsets whose records the log may delete soon: to be settled as failures, not read again."""
     ledger_records: int = 0
     """Records of the ledger that were read."""
 
@@ -149,6 +154,9 @@ class PartitionTask:
         """Offsets at and above this one cannot be in the ledger yet."""
         self.packed_rows: dict[LotId, OffsetSet] = {}
         """Rows of waiting lots that are in a sealed batch of this process already."""
+        self.last_read: Witness | None = None
+        """The last record that the intake took of this partition, in this life."""
+        self._new_witness: Witness | None = None
         self._gaps = OffsetSet()
         self._gap_since: float | None = None
         self._clock = clock
@@ -178,8 +186,14 @@ class PartitionTask:
 
     # ------------------------------------------------------------------------------------------- restore
 
-    async def restore(self, reader: LogReader, committed: int | None, claim: Claim) -> RestoreFacts:
+    async def restore(
+        self, reader: LogReader, committed: int | None, claim: Claim, retire_before_ms: int | None = None
+    ) -> RestoreFacts:
         """Fence the predecessor, claim the partition, read its ledger; afterwards the task is live.
+
+        Args:
+            retire_before_ms: rows made before this instant that no provider has are about to be deleted from the log,
+                and are to be given up; None: no row is.
 
         Raises:
             PartitionLost: somebody else fenced us meanwhile.
@@ -213,6 +227,7 @@ class PartitionTask:
             first.append(Watermark(log_start, self._clock.now()))
         else:
             self._check_watermark(committed, log_end)
+            await self.check_witness(reader, log_start, log_end)
         if first:
             is_new = self.ledger.header is None
             await self._commit_entries(first, committed_offset=None, purpose="claim")
@@ -227,8 +242,13 @@ class PartitionTask:
                 "ended_at": self._clock.now(),
             },
         )
-        facts = RestoreFacts(log_start, log_end, self._lost_input(log_start), read)
-        self.next_offset = max(self.ledger.first_open(), log_start)
+        lost = self._lost_input(log_start)
+        expiring = OffsetSet()
+        if retire_before_ms is not None:
+            expiring = await self._expiring(reader, max(log_start, self.ledger.watermark), log_end, retire_before_ms)
+        facts = RestoreFacts(log_start, log_end, lost, expiring, read)
+        self.next_offset = max(self.ledger.first_open(), log_start, (expiring.last() or -1) + 1)
+        self._set_aside(expiring)
         last = (self.ledger.settled | self.ledger.held()).last()
         self.known_until = max(self.ledger.watermark, 0 if last is None else last + 1)
         self.state = TaskState.LIVE
@@ -257,12 +277,87 @@ class PartitionTask:
                 f"reset the group's offset to {watermark}: the ledger alone says what was settled",
             )
 
+    async def check_witness(self, reader: LogReader, log_start: int, log_end: int) -> None:
+        """Make sure that the input is still the topic it was when the ledger's witness was read.
+
+        A topic that was deleted and made anew under the same name has other records under the same offsets: what the
+        ledger says of an offset would be believed of a request that was never answered. The client library does not
+        know topics by their ids, so one remembered record tells.
+
+        Raises:
+            LedgerDamaged: it is another topic, or it has lost its end.
+            KafkaUnavailable: the broker did not answer.
+        """
+        witness = self.ledger.witness
+        if witness is None or log_start > witness.offset:
+            return  # nothing was read yet, or retention has taken the witness
+        if log_end > witness.offset:
+            async for records in reader.read_offsets(
+                self._places.requests_topic, self.partition, OffsetSet([witness.offset])
+            ):
+                for record in records:
+                    if witness.is_seen_in(record.timestamp, record.key, record.value):
+                        return
+                    self._refuse_input(f"another record stands at offset {witness.offset} than was read there")
+            bounds = await reader.bounds(self._places.requests_topic, [self.partition])
+            if bounds[self.partition][0] > witness.offset:
+                return  # retention was just faster than we
+            self._refuse_input(f"no record stands at offset {witness.offset}, where one was read")
+        self._refuse_input(f"the input ends at {log_end}, at or below offset {witness.offset}, which was read")
+
+    def _refuse_input(self, problem: str) -> NoReturn:
+        topic = self._places.requests_topic
+        raise LedgerDamaged(
+            self.partition,
+            f"{topic}-{self.partition}: {problem}: the topic was made anew, or its end was lost",
+            f"use a new topics.group for the new topic, or remove the topic {self._places.ledger_topic}",
+        )
+
     def _lost_input(self, log_start: int) -> OffsetSet:
         gone = self.ledger.unsettled(OffsetSet.span(self.ledger.watermark, log_start))
+        return gone - self.at_provider()
+
+    def at_provider(self) -> OffsetSet:
+        """Unsettled offsets that a provider has, or may have."""
+        theirs = OffsetSet()
         for lot in self.ledger.lots.values():
             if lot.is_at_provider:
-                gone -= self.ledger.held_by(lot.lot_id)
-        return gone
+                theirs |= self.ledger.held_by(lot.lot_id)
+        return theirs
+
+    async def _expiring(self, reader: LogReader, start: int, stop: int, before_ms: int) -> OffsetSet:
+        """The first rows that no provider has, up to one made at ``before_ms`` or later.
+
+        Kafka deletes whole segments from the start of the log, by the newest timestamp in each: behind a young record
+        none is deleted before it.
+        """
+        found = OffsetSet()
+        wanted = self.ledger.unsettled(OffsetSet.span(start, stop)) - self.at_provider()
+        async with aclosing(_as_generator(reader, self._places.requests_topic, self.partition, wanted)) as reading:
+            async for records in reading:
+                for record in records:
+                    if record.timestamp >= before_ms:
+                        return found
+                    found.add(record.offset)
+        return found
+
+    def _set_aside(self, expiring: OffsetSet) -> None:
+        """Rows that are about to be settled as failures must not join a batch meanwhile."""
+        for lot_id in self.waiting_lots():
+            mine = self.ledger.held_by(lot_id) & expiring
+            if mine:
+                self.packed_rows[lot_id] = mine
+
+    def note_read(self, record: Record) -> None:
+        """The intake has taken this record. The first one becomes the ledger's witness with the next transaction."""
+        self.last_read = Witness.of(record.offset, record.timestamp, record.key, record.value)
+        if self.ledger.witness is None and self._new_witness is None:
+            self._new_witness = self.last_read
+
+    def renew_witness(self, witness: Witness) -> None:
+        """Remember this record instead, with the next transaction. The present one must have been checked after it."""
+        if witness != self.ledger.witness:
+            self._new_witness = witness
 
     # -------------------------------------------------------------------------------------- transactions
 
@@ -309,6 +404,9 @@ class PartitionTask:
             entries = list(plan(self.ledger))
             if not entries and not records:
                 return entries
+            witness, self._new_witness = self._new_witness, None
+            if witness is not None:
+                entries.append(witness)
             before = self.ledger.watermark
             after = next((entry.offset for entry in entries if isinstance(entry, Watermark)), before)
             await self._commit_entries(entries, after if after != before else None, records, purpose=purpose)
@@ -432,6 +530,11 @@ class PartitionTask:
             self._queued_bytes += settlement.size_bytes
         if queue:
             self._work.set()
+
+    @property
+    def queued_bytes(self) -> int:
+        """What those weigh that no transaction has taken yet."""
+        return self._queued_bytes
 
     @property
     def queued_rows(self) -> int:
@@ -641,6 +744,14 @@ class PartitionTask:
     def new_lot_id(self) -> LotId:
         """A fresh id for a waiting lot."""
         return LotId(new_batch_id(self._clock.now().timestamp()))
+
+
+async def _as_generator(
+    reader: LogReader, topic: str, partition: int, offsets: OffsetSet
+) -> AsyncGenerator[Sequence[Record], None]:
+    """The reader's records; closing this half-way ends the read."""
+    async for records in reader.read_offsets(topic, partition, offsets):
+        yield records
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> bool:

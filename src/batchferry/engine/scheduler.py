@@ -18,12 +18,18 @@ from batchferry.domain.ids import BatchId, ProviderBatchId
 from batchferry.domain.machine import Event, PollAnswered, PollFailed
 from batchferry.domain.provider import BatchSnapshot, CallFailed, CallFailure
 from batchferry.engine.metered import tell_failed_call
+from batchferry.engine.slots import Slots
 from batchferry.ports import BatchProvider, Clock, Telemetry
 
 LIST_INSTEAD_FROM = 20
 """With so many batches of one account due at once, list pages are cheaper than single calls."""
 TICK_S = 0.05
 """Real seconds between two looks at the clock."""
+
+ROUND_SILENCE_S = 60.0
+"""``run`` has not looked at what is due for so long (real seconds): it is stuck."""
+ANSWER_SILENCE_S = 1800.0
+"""Calls are under way and none has ended for so long (real seconds), tries and pauses included: they never will."""
 
 Post = Callable[[BatchId, Event], None]
 
@@ -61,7 +67,11 @@ class PollScheduler:
         self._wanted_at: dict[BatchId, datetime] = {}
         """When each batch was to be asked for that has not been answered yet, whatever held the poll up since."""
         self._not_before: dict[str, datetime] = {}
-        self._calls = {name: asyncio.Semaphore(account.max_concurrent_calls) for name, account in accounts.items()}
+        self.calls = {name: Slots(account.max_concurrent_calls) for name, account in accounts.items()}
+        self._round_at = 0.0
+        """Real seconds (event loop time) when ``run`` last looked at what is due; 0 before it runs."""
+        self._progress_at = 0.0
+        """The same of the last answer, or of the first question after a time with none."""
 
     def schedule(self, due: Due, at: datetime) -> None:
         """Ask for this batch at ``at``, a little later by jitter; replaces what was scheduled for it."""
@@ -84,10 +94,24 @@ class PollScheduler:
         earliest = min(self._wanted_at.values(), default=None)
         return 0.0 if earliest is None else max(0.0, (self._clock.now() - earliest).total_seconds())
 
+    def complaints(self) -> list[str]:
+        """What is stuck here. A provider that is slow or away is not: each of its calls ends within its timeouts."""
+        now = asyncio.get_running_loop().time()
+        found = []
+        if self._round_at and now - self._round_at > ROUND_SILENCE_S:
+            found.append(f"no batch has been looked at for polling for {now - self._round_at:.0f} s")
+        if any(one.taken for one in self.calls.values()) and now - self._progress_at > ANSWER_SILENCE_S:
+            found.append(f"no call to a provider has ended for {now - self._progress_at:.0f} s")
+        return found
+
     async def run(self) -> None:
         """Ask until cancelled."""
+        loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as group:
             while True:
+                self._round_at = loop.time()
+                if not any(one.taken for one in self.calls.values()):
+                    self._progress_at = self._round_at
                 for account, due in self._take_due().items():
                     group.create_task(self._ask(account, due), name=f"poll {account}")
                 await asyncio.sleep(TICK_S)
@@ -113,7 +137,7 @@ class PollScheduler:
         return ready
 
     async def _ask(self, account: str, due: list[Due]) -> None:
-        async with self._calls[account]:
+        async with self.calls[account]:
             if len(due) >= LIST_INSTEAD_FROM:
                 due = await self._ask_by_list(account, due)
         async with asyncio.TaskGroup() as group:
@@ -121,8 +145,9 @@ class PollScheduler:
                 group.create_task(self._ask_one(account, one), name=f"poll {one.batch_id}")
 
     async def _ask_one(self, account: str, due: Due) -> None:
-        async with self._calls[account]:
+        async with self.calls[account]:
             answer = await self._providers[account].retrieve(due.provider_batch_id)
+            self._progress_at = asyncio.get_running_loop().time()
         self._telemetry.count("polls", how="single")
         self._wanted_at.pop(due.batch_id, None)
         if isinstance(answer, BatchSnapshot):
@@ -137,6 +162,7 @@ class PollScheduler:
         cursor: str | None = None
         for _ in range(self._accounts[account].poll.list_pages):
             page = await self._providers[account].list_batches(cursor)
+            self._progress_at = asyncio.get_running_loop().time()
             if isinstance(page, CallFailed):
                 self._failed(account, page)
                 break

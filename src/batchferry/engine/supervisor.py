@@ -37,21 +37,24 @@ from batchferry.domain.requests import RequestRules
 from batchferry.domain.rows import RowClass
 from batchferry.domain.times import parse_window_s
 from batchferry.engine.actor import BatchActor
+from batchferry.engine.bounds import Fullness
 from batchferry.engine.failpoints import Failpoint, reach
-from batchferry.engine.fleet import FleetView
+from batchferry.engine.fleet import OUTBOX_RECORDS, FleetView
 from batchferry.engine.holds import Holds
 from batchferry.engine.inputwatch import InputWatch
-from batchferry.engine.intake import Intake
+from batchferry.engine.intake import Intake, disk_reserve_bytes
 from batchferry.engine.landing import Landing, LandingMemory
 from batchferry.engine.outcomes import OutcomeWriter
-from batchferry.engine.partition import PartitionPlaces, PartitionTask, RestoreFacts, SettleLimits
+from batchferry.engine.partition import QUEUED_CHUNKS, PartitionPlaces, PartitionTask, RestoreFacts, SettleLimits
 from batchferry.engine.routing import Router
 from batchferry.engine.rowsource import RowSource
 from batchferry.engine.scheduler import PollScheduler
 from batchferry.engine.sealed import SealedBatch
+from batchferry.engine.slots import Slots
+from batchferry.engine.sweep import Sweeper
 from batchferry.engine.waiting import WaitingRows
 from batchferry.engine.work import BatchContext, BatchWork
-from batchferry.ports import BatchProvider, Clock, KafkaPort, LocalStore, Telemetry
+from batchferry.ports import BatchProvider, Clock, KafkaPort, LocalStore, Telemetry, TopicDescription
 from batchferry.telemetry import error_fields
 
 RESTORE_PAUSE_S = 1.0
@@ -67,8 +70,21 @@ READ_COMMIT_S = 10.0
 POLL_SILENCE_S = 60.0
 """No poll has returned for so long (real seconds): the consumer is stuck."""
 LOOP_LAG_S = 5.0
+"""The event loop was so late (real seconds) with what was due: something in it blocks."""
+LAG_TOLD_S = 15.0
+"""A lag is complained of for so long after it. While it lasted no probe was answered (its timeout is what fails); a
+probe every ten seconds hears of it at least once, and one lag alone is not told three times."""
 NO_PRODUCER_S = 300.0
 """An assigned partition without a live task for so long (real seconds) is a complaint."""
+NO_PRODUCER_CUT_OFF_S = 900.0
+"""The same while no broker answers: a restart would not bring them back."""
+SETTLE_SILENCE_S = 1200.0
+"""Outcomes of a partition wait and none was settled for so long (real seconds). Transactions have deadlines of half a
+minute; with a hundred partitions each may have to wait for twenty-five others."""
+HOUSEKEEPING_SILENCE_S = 300.0
+"""The look around that is due every second has not ended for so long (real seconds): the local disk does not answer."""
+CLOSE_RESERVE_S = 3.5
+"""After the drain, real seconds for closing what is open, whatever hangs."""
 LOST_CHUNK = 500
 _SECONDS = re.compile(r"[\d.]+ s\b")
 """What changes in a complaint from one look to the next."""
@@ -131,6 +147,13 @@ class Supervisor:
         self._failure: BaseException | None = None
         self._stop = asyncio.Event()
         self._loop_lag_s = 0.0
+        self._lag_told_until = 0.0
+        """A lag above the limit is complained of until then (event loop time)."""
+        self._kept_house_at = 0.0
+        self._stop_by = 0.0
+        """When a stop must be over (event loop time)."""
+        self._settling: dict[int, tuple[PartitionTask, tuple[int, int, int], float]] = {}
+        """Partitions whose outcomes wait: what they had settled when we last saw progress, and when that was."""
         self._reading_again: dict[int, tuple[PartitionTask, int, int, float]] = {}
         """Restored partitions until their log is read to where it ended then: (task, from, to, since)."""
         self._complaints: set[str] = set()
@@ -138,7 +161,7 @@ class Supervisor:
         self._flushes_told: dict[str, datetime] = {}
         self._positions_failed = 0
         self._was_assigned = False
-        self._transactions = asyncio.Semaphore(limits.max_settle_transactions)
+        self._transactions = Slots(limits.max_settle_transactions)
         self._places = PartitionPlaces(topics.requests, topics.ledger_topic, topics.group)
         self._settle_limits = SettleLimits(
             limits.settle_chunk_rows, limits.settle_chunk_bytes, limits.settle_max_delay_s, limits.settle_queue_rows
@@ -150,10 +173,13 @@ class Supervisor:
         router = Router(settings)
         self._router = router
         source = RowSource(kafka, store, clock, topics.requests, rules, router, providers)
+        self._source = source
         self._outcomes = OutcomeWriter(settings, clock, telemetry, max_outcome_bytes, partitions)
         self._holds = Holds(self.fleet, clock, telemetry, self._outcomes)
         self._scheduler = PollScheduler(providers, settings.accounts, clock, telemetry, self.post)
-        landing = Landing(settings, store, clock, telemetry, router, source, self._outcomes, self._holds)
+        landing = self._landing = Landing(
+            settings, store, clock, telemetry, router, source, self._outcomes, self._holds
+        )
         self._work = BatchWork(
             settings, providers, self._tasks, store, clock, telemetry, self.fleet, self._holds, landing,
             self._outcomes, self._scheduler, self.start_batch, self._in_flight,
@@ -162,7 +188,13 @@ class Supervisor:
             settings, self.consumer, store, clock, telemetry, router, source, self._outcomes, providers, self._tasks,
             self._admit_sealed,
         )  # fmt: skip
-        self._input_watch = InputWatch(kafka, topics.requests, self._tasks, store, clock, telemetry, input_retention_s)
+        self._partitions = dict(partitions)
+        outputs = [topics.results, topics.failures, topics.events, *([topics.review] if topics.review else [])]
+        self._input_watch = InputWatch(
+            kafka, topics.requests, self._tasks, store, clock, telemetry, input_retention_s,
+            settings.limits.headroom_min_s, [*outputs, topics.ledger_topic], self._learn_topics,
+        )  # fmt: skip
+        self._sweeper = Sweeper(settings, providers, self._tasks, clock, telemetry, self.fleet)
         self._waiting = WaitingRows(
             self._tasks, store, clock, telemetry, router, source, self._outcomes, self.start_batch, self._is_held
         )
@@ -193,6 +225,7 @@ class Supervisor:
         self._side("input watch", self._input_watch.run())
         self._side("loop lag", self._measure_lag())
         self._side("control", self._follow_control())
+        self._side("sweep", self._sweeper.run())
         await self._stop.wait()
         if self._failure is not None:
             raise self._failure
@@ -231,12 +264,15 @@ class Supervisor:
         self._stop.set()
 
     async def stop(self) -> bool:
-        """Drain and stop within the budget; whether everything was settled that was ready to be. Twice is once.
+        """Drain within the budget, then close everything within ``CLOSE_RESERVE_S`` more; twice is once.
 
-        What is not drained is no loss: a stop, a kill and a start are the same thing to the ledger.
+        Returns whether everything was settled that was ready to be, and closed. What is not drained is no loss: a
+        stop, a kill and a start are the same thing to the ledger.
         """
         if self.state in {RunState.DRAINING, RunState.STOPPED}:
             return True
+        loop = asyncio.get_running_loop()
+        self._stop_by = loop.time() + self.settings.stop_budget_s + CLOSE_RESERVE_S
         self.state = RunState.DRAINING
         reach(Failpoint.STOP_BEGUN)
         self._telemetry.event("service_stopping")
@@ -253,26 +289,42 @@ class Supervisor:
             self._telemetry.event("stop_unfinished", what="drain", budget_s=self.settings.stop_budget_s)
         reach(Failpoint.STOP_DRAINED)
         self._stop.set()
-        running = [*self._side_tasks, *self._restores.values(), *self._actor_tasks.values()]
-        running = [one for one in running if one.get_name() != "intake"]
-        for one in running:
-            one.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(5.0):
-                await asyncio.gather(*(one.close() for one in self._tasks.values()), return_exceptions=True)
-        await asyncio.gather(*self._settlers, return_exceptions=True)
-        await self.consumer.stop()
-        rest = list(self._side_tasks)
-        for one in rest:
-            one.cancel()
-        await asyncio.gather(*rest, return_exceptions=True)
-        await self._positions.stop()
-        await self.fleet.stop()
+        closed = await self._close()
+        if not closed:
+            self._telemetry.event("stop_unfinished", what="close", budget_s=CLOSE_RESERVE_S)
         reach(Failpoint.STOP_CLOSED)
         self.state = RunState.STOPPED
         self._telemetry.event("service_stopped", drained=drained)
-        return drained
+        return drained and closed
+
+    async def _close(self) -> bool:
+        """End every task and client; whether all of it ended in time.
+
+        Each step gets a share of the time that is left, so that one that hangs does not keep the others from their
+        turn: above all, the group should learn that we leave.
+        """
+        running = [*self._side_tasks, *self._restores.values(), *self._actor_tasks.values()]
+        ended = await self._ended([one for one in running if one.get_name() != "intake"], 1 / 3, cancel=True)
+        closing = [asyncio.create_task(one.close(), name="closing") for one in list(self._tasks.values())]
+        ended &= await self._ended([*closing, *self._settlers], 1 / 2)
+        ended &= await self._ended([asyncio.create_task(self.consumer.stop(), name="leaving")], 1 / 2)
+        # The last poll may have begun something, and so may a partition that was closed just now.
+        ended &= await self._ended([*self._side_tasks, *self._actor_tasks.values()], 1 / 2, cancel=True)
+        last = (self._positions.stop(), self.fleet.stop())
+        return await self._ended([asyncio.create_task(one, name="closing") for one in last], 1) and ended
+
+    async def _ended(self, tasks: Sequence[asyncio.Task[Any]], share: float, *, cancel: bool = False) -> bool:
+        """Wait for these at most this share of the time that is left, and cancel what is late; whether all ended."""
+        if cancel:
+            for task in tasks:
+                task.cancel()
+        if not tasks:
+            return True
+        left_s = max(0.0, self._stop_by - asyncio.get_running_loop().time())
+        _, late = await asyncio.wait(tasks, timeout=left_s * share)
+        for task in late:
+            task.cancel()
+        return not late
 
     async def _wait_for_creates(self) -> None:
         """A create under way is given time for its answer: its id is worth more than a look-up after the restart."""
@@ -353,12 +405,63 @@ class Supervisor:
             return
 
     async def _read_ledger(self, task: PartitionTask) -> RestoreFacts:
+        await self._make_room(task.partition)
         reader = self._kafka.reader()
         await reader.start()
         try:
-            return await task.restore(reader, await self._committed(task.partition), self._claim())
+            return await task.restore(
+                reader,
+                await self._committed(task.partition),
+                self._claim(),
+                self._input_watch.retire_before_ms.get(task.partition),
+            )
         finally:
             await reader.stop()
+
+    async def _make_room(self, partition: int) -> None:
+        """Make sure that the ledger topic has this partition: the input may have grown since the start.
+
+        The partition counts are learned anew with it, before anything of the new partition is published.
+
+        Raises:
+            KafkaUnavailable: it does not have it, and the cluster or the settings do not let us add it.
+        """
+        topics = self.settings.topics
+        if partition < self._partitions.get(topics.ledger_topic, 0):
+            return
+        admin = await self._kafka.admin()
+        try:
+            names = [topics.requests, topics.results, topics.failures, topics.events, topics.ledger_topic]
+            names += [topics.review] if topics.review else []
+            found = {name: topic for name, topic in (await admin.describe(names)).items() if topic is not None}
+            there = found.get(topics.ledger_topic)
+            requests = found.get(topics.requests)
+            wanted = max(partition + 1, 0 if requests is None else requests.partitions)
+            if there is None or there.partitions <= partition:
+                if not topics.create or there is None:
+                    has = 0 if there is None else there.partitions
+                    text = (
+                        f"{topics.ledger_topic} has {has} partitions, the input has grown to {wanted}:"
+                        f" raise the ledger topic to {wanted} partitions"
+                    )
+                    if self._refused.get(partition) != text:
+                        self._refused[partition] = text
+                        self._telemetry.event("partition_refused", partition=partition, reason=text)
+                    raise KafkaUnavailable(text)
+                await admin.grow(topics.ledger_topic, wanted)
+                self._telemetry.event("topic_grown", topic=topics.ledger_topic, partitions=wanted)
+                found[topics.ledger_topic] = there._replace(partitions=wanted)
+            if requests is not None:  # a broker that has not heard of the new partitions yet may have answered
+                found[topics.requests] = requests._replace(partitions=wanted)
+        finally:
+            await admin.close()
+        self._learn_topics(found)
+
+    def _learn_topics(self, found: Mapping[str, TopicDescription]) -> None:
+        """Topics only ever grow; an answer that says less is older than what we know."""
+        for name, topic in found.items():
+            self._partitions[name] = max(self._partitions.get(name, 0), topic.partitions)
+        self._outcomes.learn_partitions(self._partitions)
 
     def _claim(self) -> Claim:
         return Claim(self._incarnation, __version__, self._clock.now())
@@ -391,6 +494,17 @@ class Supervisor:
                 last=facts.lost.last(),
             )
             self._side(f"lost input {partition}", self._report_lost(task, facts.lost))
+        self._input_watch.retire_before_ms.pop(partition, None)
+        if facts.expiring:
+            self._telemetry.count("input_expiring_records", len(facts.expiring))
+            self._telemetry.event(
+                "input_expiring",
+                partition=partition,
+                rows=len(facts.expiring),
+                first=facts.expiring.first(),
+                last=facts.expiring.last(),
+            )
+            self._side(f"expiring input {partition}", self._report_expiring(task, facts))
         for lot in list(task.ledger.lots.values()):
             if lot.lane is Lane.BATCH and lot.state in {LotState.SUBMITTING, LotState.SUBMITTED, LotState.DONE}:
                 self._resume_batch(lot)
@@ -420,6 +534,26 @@ class Supervisor:
                     await task.settle(chunk)
                     chunk = []
             await task.settle(chunk)
+
+    async def _report_expiring(self, task: PartitionTask, facts: RestoreFacts) -> None:
+        """Give rows up that the log will soon delete, oldest first, while their words can still be quoted."""
+        left = facts.expiring.copy()
+        stop = (left.last() or 0) + 1
+        with contextlib.suppress(PartitionLost):
+            while task.is_live and left:
+                try:
+                    async for records in self._source.read(task.partition, left.copy()):
+                        now = self._clock.now()
+                        await task.settle([self._outcomes.expiring(task, record, now) for record in records])
+                        left -= OffsetSet(record.offset for record in records)
+                    await self._report_lost(task, left)  # the log was faster than we
+                    left = OffsetSet()
+                except KafkaUnavailable:
+                    self._telemetry.event("kafka_unavailable", what="expiring input", pause_s=RESTORE_PAUSE_S)
+                    await asyncio.sleep(RESTORE_PAUSE_S)
+            await task.flush()
+            # Reading went on behind these rows, so nobody else will tell of the offsets among them that hold no record.
+            task.note_gap(max(facts.log_start, task.ledger.watermark), stop)
 
     def _on_lost(self, task: PartitionTask) -> None:
         """A partition's life ended: fenced, unknown commit, moved, or stopped. Must not wait for anything."""
@@ -490,8 +624,12 @@ class Supervisor:
         return bool(self._holds.standing(key))
 
     def _in_flight(self) -> int:
+        """Batches that have a place: from their admission, before their state shows it, until they have landed."""
         return sum(
-            1 for actor in self._actors.values() if actor.batch.state not in {m.BatchState.SEALED, m.BatchState.LANDED}
+            1
+            for batch_id, actor in self._actors.items()
+            if (actor.batch.state not in {m.BatchState.SEALED, m.BatchState.LANDED})
+            or (actor.batch.state is m.BatchState.SEALED and self._contexts[batch_id].is_admitted)
         )
 
     async def _admit_sealed(self, sealed: SealedBatch) -> None:
@@ -546,7 +684,11 @@ class Supervisor:
                 del sealed.parts[partition]
 
     def start_batch(self, sealed: SealedBatch) -> None:
-        """Run a sealed batch."""
+        """Run a sealed batch; one that is sealed while we stop is left to the next owner, who reads its rows again."""
+        if self.state in {RunState.DRAINING, RunState.STOPPED}:
+            with contextlib.suppress(StoreUnavailable):
+                self._store.delete_segments(sealed.refs)
+            return
         now = self._clock.now()
         oldest_wait_s = max(0.0, now.timestamp() - sealed.oldest_t0_ms / 1000)
         self._telemetry.count("batches_sealed", reason=sealed.reason.value)
@@ -750,6 +892,7 @@ class Supervisor:
         next_sweep = 0.0
         loop = asyncio.get_running_loop()
         while True:
+            self._kept_house_at = loop.time()
             await asyncio.sleep(HOUSEKEEPING_S)
             settled, self._settled = self._settled, {}
             for partition, offsets in settled.items():
@@ -793,6 +936,51 @@ class Supervisor:
         self._hold_reasons |= held.keys()
         for reason in self._hold_reasons:  # a gauge does not forget: one whose holds are over must say 0
             gauge("held_keys", held[reason], reason=reason)
+        for bound, (used, limit) in self.fullness().items():
+            gauge("bound_used", used, bound=bound)
+            gauge("bound_limit", limit, bound=bound)
+        self._note_settling()
+
+    def fullness(self) -> Fullness:
+        """How full each bound of the engine and the store is now, and where it lies; see ``engine.bounds``."""
+        limits, tasks = self.settings.limits, self._tasks.values()
+        free, total = self._store.disk_bytes
+        calls = max(self._scheduler.calls.values(), key=lambda one: one.taken / one.limit)
+        return {
+            **self._store.fullness(),
+            "spool_bytes": (self._store.spooled_bytes, limits.spool_high_bytes),
+            "disk_used_bytes": (total - free, total - disk_reserve_bytes(total)),
+            "index_rows": (self._store.indexed_rows, limits.max_index_rows),
+            "open_keys": (len(self.intake.accumulator), limits.max_open_keys),
+            "batches_in_flight": (self._in_flight(), limits.max_batches_in_flight),
+            "uploads": (self._work.uploads.taken, self._work.uploads.limit),
+            "downloads": (self._landing.downloads.taken, self._landing.downloads.limit),
+            "poll_calls": (calls.taken, calls.limit),
+            "mailbox_events": (
+                max((actor.waiting_events for actor in self._actors.values()), default=0),
+                limits.mailbox_events,
+            ),
+            "settle_queue_rows": (max((task.queued_rows for task in tasks), default=0), limits.settle_queue_rows),
+            "settle_queue_bytes": (
+                max((task.queued_bytes for task in tasks), default=0),
+                QUEUED_CHUNKS * limits.settle_chunk_bytes,
+            ),
+            "settle_transactions": (self._transactions.taken, self._transactions.limit),
+            "event_outbox_records": (self.fleet.waiting_events, OUTBOX_RECORDS),
+        }
+
+    def _note_settling(self) -> None:
+        """Remember since when each partition that has outcomes waiting has settled nothing."""
+        now = asyncio.get_running_loop().time()
+        seen: dict[int, tuple[PartitionTask, tuple[int, int, int], float]] = {}
+        for partition, task in self._tasks.items():
+            if not task.queued_rows:
+                continue
+            mark = (task.ledger.watermark, len(task.ledger.settled), task.queued_rows)
+            before = self._settling.get(partition)
+            same = before is not None and before[0] is task and before[1] == mark
+            seen[partition] = before if before is not None and same else (task, mark, now)
+        self._settling = seen
 
     def _watch(self) -> None:
         """Tell what has changed since the last look and has no place of its own where it happens."""
@@ -834,8 +1022,15 @@ class Supervisor:
         while True:
             before = loop.time()
             await asyncio.sleep(0.5)
-            self._loop_lag_s = max(0.0, loop.time() - before - 0.5)
+            self._note_lag(max(0.0, loop.time() - before - 0.5))
             self._telemetry.gauge("event_loop_lag_seconds", self._loop_lag_s)
+
+    def _note_lag(self, lag_s: float) -> None:
+        now = asyncio.get_running_loop().time()
+        if lag_s > LOOP_LAG_S:
+            self._lag_told_until = now + LAG_TOLD_S
+        if lag_s > LOOP_LAG_S or now >= self._lag_told_until:
+            self._loop_lag_s = lag_s
 
     async def _follow_control(self) -> None:
         """Do what standing records ask for. They are states: a wish may be older than the batch's actor or rows."""
@@ -868,25 +1063,42 @@ class Supervisor:
             return [self.state.value]
         if not self._was_assigned:
             return ["the group has not given out partitions yet"]
+        if self._input_watch.input_is_missing:
+            return [f"the topic {self.settings.topics.requests} does not exist"]
         reasons = [f"partition {partition} is being restored" for partition in sorted(self._restores)]
         reasons += [f"partition {partition} refused: {why}" for partition, why in sorted(self._refused.items())]
         return reasons
 
     def complaints(self) -> Sequence[str]:
         """What the watchdog finds wrong: any of these means that a restart is better than waiting."""
+        loop = asyncio.get_running_loop()
+        if self.state is RunState.DRAINING:  # what is being given up need not be whole, but it has to end
+            late_s = loop.time() - self._stop_by
+            return [f"the stop should have been over {late_s:.0f} s ago"] if late_s > 0 else []
         if self.state is not RunState.RUNNING:
             return []
-        loop = asyncio.get_running_loop()
         found = list(self.consumer.complaints())
         if self.intake.last_poll_at and loop.time() - self.intake.last_poll_at > POLL_SILENCE_S:
             found.append(f"no poll has returned for {POLL_SILENCE_S:.0f} s")
         if self._loop_lag_s > LOOP_LAG_S:
             found.append(f"the event loop was late by {self._loop_lag_s:.1f} s")
+        now = loop.time()
+        # A consumer that can tell when it is cut off from the cluster does so by an attribute.
+        cut_off_at = getattr(self.consumer, "cut_off_at", float("-inf"))
         found += [
-            f"partition {partition} has had no live producer for {NO_PRODUCER_S:.0f} s"
+            f"partition {partition} has had no live producer for {now - since:.0f} s"
             for partition, since in self._unowned_since.items()
-            if partition not in self._refused and loop.time() - since > NO_PRODUCER_S
+            if partition not in self._refused
+            and (now - max(since, cut_off_at) > NO_PRODUCER_S or now - since > NO_PRODUCER_CUT_OFF_S)
         ]
+        found += [
+            f"partition {partition} has outcomes waiting and has settled nothing for {now - since:.0f} s"
+            for partition, (task, _, since) in self._settling.items()
+            if task.is_live and now - since > SETTLE_SILENCE_S
+        ]
+        found += self._scheduler.complaints()
+        if self._kept_house_at and now - self._kept_house_at > HOUSEKEEPING_SILENCE_S:
+            found.append(f"the look around has not ended for {now - self._kept_house_at:.0f} s")
         return found
 
     def status(self) -> Mapping[str, object]:

@@ -15,7 +15,7 @@ from functools import partial
 from batchferry.config import Settings
 from batchferry.domain import machine as m
 from batchferry.domain.errors import KafkaUnavailable, PartitionLost, StoreUnavailable
-from batchferry.domain.ids import BatchId, FileId, LotId, ProviderBatchId, new_batch_id
+from batchferry.domain.ids import BatchId, FileId, LotId, ProviderBatchId, batch_file_name, new_batch_id
 from batchferry.domain.ledger import LedgerEntry, Lot, LotState
 from batchferry.domain.partition import PartitionLedger
 from batchferry.domain.provider import BatchSnapshot, CallFailed, CallFailure, ProviderStatus
@@ -28,6 +28,7 @@ from batchferry.engine.outcomes import OutcomeWriter
 from batchferry.engine.partition import PartitionTask
 from batchferry.engine.scheduler import Due, PollScheduler
 from batchferry.engine.sealed import BatchFile, SealedBatch, remaining
+from batchferry.engine.slots import Slots
 from batchferry.ports import BatchProvider, Clock, LocalStore, OutRecord, SpoolRef, Telemetry
 
 ROOM_LOOK_S = 0.5
@@ -37,6 +38,8 @@ LEADER_PATIENCE_S = 120.0
 FENCE_AGE_S = 30.0
 """What is done once a batch follows a transaction of our own partition at most this old (real seconds)."""
 MAX_LOOKUP_PAGES = 100
+MAX_TWINS_TOLD = 16
+"""Second batches of one create that are kept on record; a gateway repeats a create a few times, not often."""
 LOOKUP_SLACK_S = 600.0
 """The provider's clock may differ: a listing is read so far back beyond the batch's own time."""
 HELD = "held"
@@ -57,8 +60,12 @@ class BatchContext:
     """Real seconds from before the SUBMITTING transactions: a create may only start within its time to live."""
     resolve_not_before: float = 0.0
     """Real seconds before which a restored batch must not be judged: its creator may still be at it."""
+    is_admitted: bool = False
+    """It has a place among the batches in flight, which its state may not show yet."""
     recorded: set[int] = field(default_factory=set)
     """Partitions whose SUBMITTING record of this process went through."""
+    twins: tuple[ProviderBatchId, ...] = ()
+    """Second batches that a look-up has counted: written beside the id, so that no sweep counts them again."""
     memory: LandingMemory = field(default_factory=LandingMemory)
 
 
@@ -95,7 +102,9 @@ class BatchWork:
         self._scheduler = scheduler
         self._new_batch = new_batch
         self._in_flight = in_flight
-        self._uploads = asyncio.Semaphore(settings.limits.max_uploads)
+        self._line = asyncio.Lock()
+        """Batches that wait for a place stand in line here; the first in it looks, the others cost nothing."""
+        self.uploads = Slots(settings.limits.max_uploads)
 
     # -------------------------------------------------------------------------------------------- dispatch
 
@@ -157,15 +166,27 @@ class BatchWork:
     async def _admit(self, context: BatchContext, batch: m.Batch) -> m.Event:
         sealed = context.sealed
         assert sealed is not None
+        context.is_admitted = False  # it may have come back, and must not stand in its own way
         await self._fleet.ready()  # holds stand there
-        while True:
-            if not sealed.is_whole:
-                return m.InputUnusable()
-            if self._holds.standing(batch.key):
-                return m.HeldBack()
-            if self._in_flight() < self._limits.max_batches_in_flight:
-                return m.Admitted()
-            await asyncio.sleep(ROOM_LOOK_S)
+        turn = asyncio.ensure_future(self._line.acquire())
+        try:
+            while True:
+                if not sealed.is_whole:
+                    return m.InputUnusable()
+                if self._holds.standing(batch.key):
+                    return m.HeldBack()
+                if not turn.done():
+                    await asyncio.wait({turn}, timeout=ROOM_LOOK_S)
+                elif self._in_flight() < self._limits.max_batches_in_flight:
+                    context.is_admitted = True  # in the same step as the look: no other can count the same place
+                    return m.Admitted()
+                else:
+                    await asyncio.sleep(ROOM_LOOK_S)
+        finally:
+            if turn.done() and not turn.cancelled():
+                self._line.release()
+            else:
+                turn.cancel()
 
     async def _upload(self, context: BatchContext, batch: m.Batch, provider: BatchProvider) -> m.Event:
         """Twice leaves a second file at the provider, which expires by itself."""
@@ -179,13 +200,13 @@ class BatchWork:
         except PartitionLost:
             return m.InputUnusable()
         account = self._settings.accounts[context.account]
-        async with self._uploads:
+        async with self.uploads:
             started, started_at = asyncio.get_running_loop().time(), self._clock.now()
             reach(Failpoint.UPLOAD_BEFORE)
             try:
                 answer = await provider.upload(
                     source,
-                    f"{leader}-{batch.batch_id}.jsonl",
+                    batch_file_name(leader, batch.batch_id),
                     None if account.file_expiry_s is None else round(account.file_expiry_s),
                 )
             except StoreUnavailable:
@@ -271,7 +292,7 @@ class BatchWork:
 
     async def _record_submitted(self, context: BatchContext, batch: m.Batch, snapshot: BatchSnapshot) -> m.Event | None:
         """A state, so twice is once. A partition that moved learns the id from its siblings' records."""
-        if await self._record_id(batch, snapshot):
+        if await self._record_id(context, batch, snapshot):
             self._telemetry.event(
                 "batch_submitted",
                 batch_id=batch.batch_id,
@@ -284,7 +305,7 @@ class BatchWork:
             self._drop_segments(sealed.refs)
         return m.SubmittedRecorded()
 
-    async def _record_id(self, batch: m.Batch, snapshot: BatchSnapshot) -> bool:
+    async def _record_id(self, context: BatchContext, batch: m.Batch, snapshot: BatchSnapshot) -> bool:
         """Write the provider's id in every lot of ours that lacks it; whether one did."""
         recorded = False
         for partition, (task, lot) in self.own_lots(batch.batch_id).items():
@@ -295,7 +316,8 @@ class BatchWork:
                 told.append(self._outcomes.submitted_event(lot, snapshot))
 
             def plan(ledger: PartitionLedger, lot: Lot = lot, told: list[OutRecord] = told) -> list[LedgerEntry]:
-                entries = _plan_submitted(lot.lot_id, snapshot, snapshot.created_at or self._clock.now(), ledger)
+                ids = (snapshot.provider_batch_id, *context.twins)
+                entries = _plan_submitted(lot.lot_id, ids, snapshot.created_at or self._clock.now(), ledger)
                 if not entries:
                     told.clear()  # somebody was first, and has told it
                 return entries
@@ -403,6 +425,7 @@ class BatchWork:
         canonical, *twins = found
         own = self.own_lots(batch.batch_id)
         if twins and min(batch.partitions) in own:
+            context.twins = tuple(twin.provider_batch_id for twin in twins[:MAX_TWINS_TOLD])
             for twin in twins:
                 self._telemetry.event(
                     "batch_twin_cancelled", batch_id=batch.batch_id, provider_batch_id=twin.provider_batch_id
@@ -518,7 +541,7 @@ class BatchWork:
     async def _land(
         self, context: BatchContext, batch: m.Batch, effect: m.LandResults, provider: BatchProvider
     ) -> m.Event:
-        await self._record_id(batch, effect.snapshot)  # a lot that came late would else end without it
+        await self._record_id(context, batch, effect.snapshot)  # a lot that came late would else end without it
         try:
             event = await self._landing.land(
                 batch.batch_id, self.own_lots(batch.batch_id), effect, provider, context.memory
@@ -608,12 +631,12 @@ def _plan_submitting(lot: Lot, ledger: PartitionLedger) -> list[LedgerEntry]:
 
 
 def _plan_submitted(
-    lot_id: LotId, snapshot: BatchSnapshot, submitted_at: datetime, ledger: PartitionLedger
+    lot_id: LotId, provider_batch_ids: tuple[ProviderBatchId, ...], submitted_at: datetime, ledger: PartitionLedger
 ) -> list[LedgerEntry]:
     lot = ledger.lots.get(lot_id)
     if lot is None or lot.state is not LotState.SUBMITTING:
         return []  # recorded, or even landed, while this waited for its turn
-    return ledger.plan_submitted(lot_id, provider_batch_ids=(snapshot.provider_batch_id,), submitted_at=submitted_at)
+    return ledger.plan_submitted(lot_id, provider_batch_ids=provider_batch_ids, submitted_at=submitted_at)
 
 
 def _age(batch: m.Batch, snapshot: BatchSnapshot) -> tuple[datetime, str]:

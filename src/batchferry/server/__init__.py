@@ -6,6 +6,6 @@ store, and shows ids, counts, times and states only.
 """
 
 from batchferry.server.api import HealthSource, ReadModel, make_app
-from batchferry.server.runner import AdminServer
+from batchferry.server.runner import MAX_CONNECTIONS, AdminServer
 
-__all__ = ["AdminServer", "HealthSource", "ReadModel", "make_app"]
+__all__ = ["MAX_CONNECTIONS", "AdminServer", "HealthSource", "ReadModel", "make_app"]

@@ -10,7 +10,8 @@
 ``/api/batches/{id}``   one batch with its history
 ======================  ===========================================================================
 
-Liveness never depends on a provider or on Kafka being there: restarting would not bring them back.
+Liveness does not depend on a provider or on Kafka being there: restarting would not bring them back. (After a quarter
+of an hour without any broker it does fail: their addresses may have changed.)
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from batchferry.domain.errors import GateRefused
 
 _START_TIMEOUT_S = 10.0
 _GRACE_S = 2
-_MAX_CONNECTIONS = 200
+MAX_CONNECTIONS = 200
 """Probes, a scraper and a few people; what is above gets 503 at once."""
 
 
@@ -56,6 +56,11 @@ class AdminServer:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._port}"
 
+    @property
+    def connections(self) -> int:
+        """Connections that are open now."""
+        return 0 if self._server is None else len(self._server.server_state.connections)
+
     async def start(self) -> None:
         """Listen, and return when requests are answered.
 
@@ -79,7 +84,7 @@ class AdminServer:
             ws="none",
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=_MAX_CONNECTIONS,
+            limit_concurrency=MAX_CONNECTIONS,
             timeout_graceful_shutdown=_GRACE_S,
         )
         self._server = _Server(config)

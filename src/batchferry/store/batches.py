@@ -64,6 +64,8 @@ class BatchView:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self.rows = 0
+        """Batches kept, as of the last one saved."""
 
     async def save(self, row: Mapping[str, object]) -> None:
         """Insert the batch, or change the columns that ``row`` names.
@@ -90,6 +92,8 @@ class BatchView:
                 " (SELECT batch_id FROM batch_jobs ORDER BY batch_id DESC LIMIT -1 OFFSET ?)",
                 (MAX_BATCHES,),
             )
+            found = await connection.execute_fetchall("SELECT count(*) FROM batch_jobs")
+            self.rows = next(iter(found))[0]
 
     async def add_event(self, row: Mapping[str, object]) -> None:
         """Write one event down; the batch need not be saved yet.

@@ -52,6 +52,14 @@ class Database:
         self._connection: aiosqlite.Connection | None = None
         self._write_lock = asyncio.Lock()
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the file; 0 when there is none."""
+        try:
+            return self._path.stat().st_size
+        except OSError:
+            return 0
+
     async def open(self) -> None:
         """Open the (empty) file and make the tables.
 

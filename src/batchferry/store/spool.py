@@ -136,6 +136,11 @@ class Spool:
         self.size = 0
         """Bytes of all lines, those still pending included."""
 
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of lines that are not in a file yet."""
+        return self._pending
+
     def append(self, key: BatchKey, partition: int, lines: Sequence[Line]) -> None:
         """Add lines behind those of the open segment: all of them, or none when this raises.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from batchferry.domain.errors import StoreUnavailable
 from batchferry.domain.ids import BatchId
 from batchferry.domain.offsets import OffsetSet
 from batchferry.ports import IndexRow, SpoolRef
-from batchferry.store.batches import BatchView
+from batchferry.store.batches import MAX_BATCHES, BatchView
 from batchferry.store.database import Database
 from batchferry.store.folder import StateFolder
 from batchferry.store.index import RowIndex
@@ -43,6 +44,8 @@ class LocalState:
         max_pending_bytes: int = MAX_PENDING_BYTES,
     ) -> None:
         self._folder = StateFolder(folder)
+        self._max_pending_bytes = max_pending_bytes
+        self._max_index_bytes = max_index_bytes
         self._database = Database(self._folder.index_path, max_index_bytes)
         self._index = RowIndex(self._database)
         self._batches = BatchView(self._database)
@@ -50,6 +53,24 @@ class LocalState:
         self._rows: dict[int, int] = {}
         self._is_open = False
         self._was_started = False
+
+    def fullness(self) -> Mapping[str, tuple[int, int]]:
+        """``spool_buffer_bytes``, ``index_bytes`` and ``batch_jobs_rows``: what is used, and the limit."""
+        return {
+            "spool_buffer_bytes": (self._spool.pending_bytes, self._max_pending_bytes),
+            "index_bytes": (self._database.size_bytes, self._max_index_bytes),
+            "batch_jobs_rows": (self._batches.rows, MAX_BATCHES),
+        }
+
+    @property
+    def disk_bytes(self) -> tuple[int, int]:
+        """Free (lines that are not written yet taken off) and all bytes of the file system; (0, 0): not known."""
+        try:
+            found = os.statvfs(self._folder.path)
+        except OSError:
+            return 0, 0
+        free = found.f_bavail * found.f_frsize - self._spool.pending_bytes
+        return max(0, free), found.f_blocks * found.f_frsize
 
     async def start(self) -> None:
         """Take the folder for this process, wipe what an earlier life left there, and open. Once in a life.

@@ -149,6 +149,34 @@ async def test_a_question_outlives_a_lost_connection() -> None:
             assert second.position >= 3
 
 
+async def test_a_ledger_that_could_not_be_read_whole_is_named_until_it_is_read_again() -> None:
+    """Who asks whether a lot is absent must know that a record was passed over."""
+    first, second = BusyTail(), BusyTail()
+    first.end, first.fails_at = 100, 5
+    poll = first.poll
+
+    async def damaged(timeout_ms: int) -> Sequence[Any]:
+        return [SimpleNamespace(**{**vars(one), "key": b"lot/X", "value": b"{"}) for one in await poll(timeout_ms)]
+
+    first.poll = damaged  # type: ignore[method-assign]
+    telemetry = RecordingTelemetry()
+    fleet = view(telemetry, [first, second])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleet_module, "RETRY_PAUSE_S", 0)
+        seen: list[set[int]] = []
+        patch.setattr(first, "stop", lambda: _note(seen, fleet, first))
+        async with running(fleet):
+            await fleet.catch_up()
+    assert seen == [{0}]
+    assert len(telemetry.named("ledger_record_unreadable")) == 5
+    assert fleet.unreadable == set()
+
+
+async def _note(seen: list[set[int]], fleet: FleetView, tail: BusyTail) -> None:
+    seen.append(set(fleet.unreadable))
+    tail.is_stopped = True
+
+
 # -------------------------------------------------------------------------------------------- events
 
 

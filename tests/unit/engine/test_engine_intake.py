@@ -46,6 +46,9 @@ class Life:
     def note_gap(self, start: int, stop: int) -> None:
         self.gaps.append((start, stop))
 
+    def note_read(self, record: Any) -> None:
+        """Which record was read last is of no interest here."""
+
     def lose(self, reason: str) -> None:
         self.is_live, self.lost_reason = False, reason
 

@@ -13,8 +13,8 @@ from batchferry.domain.batcherrors import BatchErrorKind
 from batchferry.domain.ids import WireId
 from batchferry.domain.ledger import LotState
 from batchferry.domain.machine import LandResults, ResultsIncomplete, ResultsRead
-from batchferry.domain.provider import DownloadedFile, LineError, ProviderStatus
-from batchferry.domain.rows import ResultLine, RowClass
+from batchferry.domain.provider import DownloadedFile, LineError, ProviderStatus, RequestCounts
+from batchferry.domain.rows import ResultLine, RowClass, UnreadableLine
 from batchferry.engine import landing as rooms
 from batchferry.engine.landing import PACK_TOKENS, Landing, LandingMemory
 from batchferry.engine.partition import PartitionTask
@@ -63,13 +63,13 @@ class Dock:
         said = {"id": wire_id, "class": row_class.value, "body": body}
         self.lines.append(json.dumps(said).encode() + b"\n")
 
-    async def land(self, effect: LandResults) -> Any:
+    async def land(self, effect: LandResults, memory: LandingMemory | None = None) -> Any:
         own = {
             partition: (task, task.ledger.lots[LOT])
             for partition, task in self.harbour.tasks.items()
             if LOT in task.ledger.lots
         }
-        return await self.landing.land(BATCH, own, effect, self.harbour.provider, LandingMemory())
+        return await self.landing.land(BATCH, own, effect, self.harbour.provider, memory or LandingMemory())
 
 
 def at_provider(offsets: list[int], **changes: Any) -> Any:
@@ -177,3 +177,60 @@ async def test_a_batch_that_was_too_many_tokens_comes_back_by_halves(tmp_path: P
         (waiting,) = task.waiting_lots().values()
         assert waiting.extra == {PACK_TOKENS: 40}
         assert not waiting.attempts
+
+
+async def test_rows_that_travel_again_are_not_told_as_failed(tmp_path: Path) -> None:
+    """The tally of a reading knows them apart: a file refused as a whole, and rows that are sent again one by one."""
+    async with Harbour(tmp_path) as harbour:
+        task = await harbour.task()
+        for offset in range(4):
+            harbour.log.put(offset)
+        await harbour.hold(at_provider(list(range(4))))
+        dock = Dock(harbour)
+        dock.answer(task, 0, RowClass.SUCCEEDED)
+        dock.answer(task, 1, RowClass.TRANSIENT)
+        dock.answer(task, 2, RowClass.TRANSIENT)
+        dock.answer(task, 3, RowClass.INVALID_REQUEST)
+        memory = LandingMemory()
+        assert await dock.land(LandResults(shown()), memory) == ResultsRead()
+        assert (memory.tally.all_rows, memory.tally.retried) == (4, 2)
+        assert sum(len(lot.offsets) for lot in task.waiting_lots().values()) == 2
+
+    async with Harbour(tmp_path / "refused") as harbour:
+        await harbour.task()
+        for offset in range(4):
+            harbour.log.put(offset)
+        await harbour.hold(at_provider(list(range(4))))
+        memory = LandingMemory()
+        refused = shown(ProviderStatus.FAILED, output_file_id=None, errors=(LineError("token_limit_exceeded"),))
+        assert await Dock(harbour).land(LandResults(refused), memory) == ResultsRead()
+        assert (memory.tally.all_rows, memory.tally.retried) == (4, 4)
+
+
+async def test_a_line_cut_with_its_file_is_not_sent_again(tmp_path: Path) -> None:
+    """A file with fewer lines than counted ends in half a line: that row waits for the next reading, as absent ones do."""
+    async with Harbour(tmp_path) as harbour:
+        task = await harbour.task()
+        for offset in range(3):
+            harbour.log.put(offset)
+        await harbour.hold(at_provider(list(range(3))))
+        dock = Dock(harbour)
+        for offset in range(3):
+            dock.answer(task, offset, RowClass.SUCCEEDED)
+        whole = list(dock.lines)
+        dock.lines = [whole[0], whole[1][:-9]]
+        parse = dock.parse
+
+        def cut(line: bytes, endpoint: str) -> Any:
+            if line.endswith(b"}"):
+                return parse(line, endpoint)
+            return UnreadableLine("not JSON", str(WireId(task.ledger_id, task.partition, 1, 1)))
+
+        harbour.provider.parse_line = cut
+        counted = LandResults(shown(counts=RequestCounts(total=3, completed=3)))
+        assert await dock.land(counted) == ResultsIncomplete("fewer_lines_than_counted")
+        assert not task.waiting_lots()
+        dock.lines = whole
+        assert await dock.land(counted) == ResultsRead()
+        assert not task.waiting_lots()
+        assert task.ledger.watermark == 3

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from batchferry.domain.ids import FileId, ProviderBatchId
-from batchferry.domain.provider import BatchPage, CallFailed, CallFailure, DownloadedFile, UploadedFile
+from batchferry.domain.provider import (
+    BatchPage,
+    CallFailed,
+    CallFailure,
+    DownloadedFile,
+    FilePage,
+    FileRole,
+    UploadedFile,
+)
 from batchferry.engine.metered import MeteredProvider
 from batchferry.telemetry import RecordingTelemetry
 
@@ -50,14 +58,17 @@ async def test_calls_and_bytes_are_counted() -> None:
         download=DownloadedFile(30, "00"),
         retrieve=failed,
         list_batches=BatchPage(()),
+        list_files=FilePage(()),
         delete_file=None,
     )
     await provider.upload(None, "name", None)
     await provider.download(FileId("file-1"), None)
     assert await provider.retrieve(ProviderBatchId("batch_1")) is failed
     await provider.list_batches()
+    assert await provider.list_files(FileRole.INPUT) == FilePage(())
     assert await provider.delete_file(FileId("file-1")) is None
-    assert telemetry.total("provider_calls") == 5
+    assert telemetry.total("provider_calls") == 6
+    assert telemetry.total("provider_calls", call="list_files", outcome="ok") == 1
     assert telemetry.total("provider_calls", account="main", call="retrieve", outcome="not_found") == 1
     assert telemetry.total("provider_calls", call="delete", outcome="ok") == 1
     assert telemetry.total("upload_bytes") == 700

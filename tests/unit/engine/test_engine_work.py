@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +14,10 @@ from engine_kit import ACCOUNT, BATCH, KEY, LOT, NOW, PLATFORM, Harbour, batch, 
 
 from batchferry.domain.accumulator import SealReason
 from batchferry.domain.errors import StoreUnavailable
-from batchferry.domain.ids import FileId, LotId
+from batchferry.domain.ids import FileId, LotId, ProviderBatchId
 from batchferry.domain.ledger import Lot, LotState
 from batchferry.domain.machine import (
+    BatchFound,
     BatchNotFound,
     BatchState,
     CleanedUp,
@@ -168,6 +170,25 @@ async def test_a_list_that_was_not_read_to_its_end_proves_no_absence(
         assert isinstance(await yard.run(BatchState.SUBMISSION_UNKNOWN, LookUpBatch()), LookUpFailed)
         pages["1"] = BatchPage((shown(created_at=NOW - timedelta(days=1)),), "2")
         assert await yard.run(BatchState.SUBMISSION_UNKNOWN, LookUpBatch()) == BatchNotFound(is_final=False)
+
+
+async def test_twins_that_were_counted_are_on_record(tmp_path: Path) -> None:
+    """The oldest batch of a create is recorded first, the others behind it: a sweep does not count them again."""
+    async with Harbour(tmp_path) as harbour:
+        await harbour.task()
+        await harbour.hold(lot(LotState.SUBMITTING, [1]))
+        marks = {"batch_id": BATCH}
+        twin = replace(
+            shown(metadata=marks, created_at=NOW + timedelta(seconds=1)), provider_batch_id=ProviderBatchId("batch_2")
+        )
+        harbour.provider.pages[None] = BatchPage((twin, shown(metadata=marks)))
+        yard = Yard(harbour)
+        found = await yard.run(BatchState.SUBMISSION_UNKNOWN, LookUpBatch())
+        assert isinstance(found, BatchFound)
+        assert found.snapshot.provider_batch_id == PLATFORM
+        await yard.run(BatchState.VALIDATING, RecordSubmitted(found.snapshot))
+        assert harbour.tasks[0].ledger.lots[LOT].provider_batch_ids == (PLATFORM, "batch_2")
+        assert harbour.telemetry.total("possibly_paid_twice_rows") == 2
 
 
 async def test_rows_that_no_lot_names_are_handed_on_before_the_disk_is_tidied(tmp_path: Path) -> None:
