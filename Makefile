@@ -50,6 +50,11 @@ bench: $(STAMP) broker ## ratios against raw client loops, and peak memory
 bench-big: $(STAMP) broker ## a 50,000-row, 150 MB batch through produce, run and results, with the service's peak memory
 	cd tests && ../$(BIN)/python -m bench big
 
+MINUTES ?= 5
+.PHONY: chaos
+chaos: $(STAMP) broker ## three replicas through kills, freezes, broker and provider faults; MINUTES=5 SEED=7 RECORDS=25000
+	cd tests && ../$(BIN)/python -m chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(RECORDS),--records $(RECORDS))
+
 .PHONY: docs
 docs: $(STAMP) ## write the generated parts of the README anew
 	cd tests && ../$(BIN)/python -m acceptance.readme_blocks
