@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from batchferry.domain.accumulator import SealReason
@@ -178,12 +178,14 @@ def total_digits(offsets: OffsetSet) -> int:
 
 
 def remaining(sealed: SealedBatch, batch_id: BatchId, left_out: Iterable[int], now: datetime) -> SealedBatch | None:
-    """The same rows without some partitions, as a new batch: a batch id names exactly one file."""
+    """The unsettled rows without some partitions, as a new batch: a batch id names exactly one file."""
     gone = set(left_out)
-    parts = {partition: part for partition, part in sealed.parts.items() if partition not in gone and part.task.is_live}
+    parts: dict[int, SealedPart] = {}
+    for partition, part in sealed.parts.items():
+        left = part.task.ledger.unsettled(part.offsets)
+        if partition not in gone and part.task.is_live and left:
+            parts[partition] = replace(part, offsets=left, submission=0)
     if not parts:
         return None
-    for part in parts.values():
-        part.submission = 0
     refs: Sequence[SpoolRef] = [ref for ref in sealed.refs if ref.partition in parts]
     return SealedBatch(batch_id, sealed.key, sealed.reason, parts, tuple(refs), now, sealed.oldest_t0_ms)

@@ -247,9 +247,18 @@ class BatchWork:
         for partition in sealed.partitions:
             task = sealed.parts[partition].task
             lot = sealed.lot(partition, input_file_id=file_id, submit_ttl_s=self._limits.submit_ttl_s)
+            late: list[int] = []
+
+            def plan(ledger: PartitionLedger, lot: Lot = lot, late: list[int] = late) -> list[LedgerEntry]:
+                late.extend(lot.offsets - ledger.unsettled(lot.offsets))
+                return [] if late and lot.lot_id not in ledger.lots else ledger.plan_submitting(lot)
+
             try:
-                await task.commit(partial(_plan_submitting, lot), purpose="submitting")
+                await task.commit(plan, purpose="submitting")
             except PartitionLost:
+                return m.SubmittingRefused()
+            if late and LotId(sealed.batch_id) not in task.ledger.lots:
+                # A success of an earlier submission came in while these rows were packed: without it they go again.
                 return m.SubmittingRefused()
             context.recorded.add(partition)
         return m.SubmittingRecorded() if sealed.is_whole else m.SubmittingRefused()
@@ -624,10 +633,6 @@ class BatchWork:
         gone = sum(1 for file_id in file_ids if file_id is not None)
         self._telemetry.event("batch_cleaned", batch_id=batch.batch_id, files=gone, kept=False)
         return True
-
-
-def _plan_submitting(lot: Lot, ledger: PartitionLedger) -> list[LedgerEntry]:
-    return ledger.plan_submitting(lot)
 
 
 def _plan_submitted(

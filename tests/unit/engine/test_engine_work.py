@@ -29,9 +29,11 @@ from batchferry.domain.machine import (
     PollAt,
     PollFailed,
     RecordSubmitted,
+    RecordSubmitting,
     ResultsRead,
     RowsHandedOn,
     SubmittedRecorded,
+    SubmittingRefused,
 )
 from batchferry.domain.offsets import OffsetSet
 from batchferry.domain.provider import BatchPage, CallFailure, ProviderStatus
@@ -237,3 +239,20 @@ async def test_rows_of_a_held_batch_wait_in_the_ledger_and_not_on_the_disk(tmp_p
         assert not task.packed_rows[waiting.lot_id]
         assert yard.made == []
         assert harbour.store.spooled_bytes == 0
+
+
+async def test_a_row_that_a_late_success_settled_leaves_its_packed_batch(tmp_path: Path) -> None:
+    """Between packing and SUBMITTING an earlier submission may still succeed: the others travel in a new file."""
+    async with Harbour(tmp_path) as harbour:
+        task = await harbour.task(0)
+        yard = Yard(harbour)
+        parts = {0: SealedPart(task, OffsetSet([3, 4, 5]), 100, 10)}
+        yard.context = BatchContext(SealedBatch(BATCH, KEY, SealReason.RETRY, parts, (), NOW, 0), ACCOUNT)
+        await task.commit(lambda ledger: ledger.plan_settle(OffsetSet([4]), NOW), purpose="settle")
+        refused = await yard.run(BatchState.SUBMITTING, RecordSubmitting(FileId("file-1")))
+        assert refused == SubmittingRefused()
+        assert LOT not in task.ledger.lots
+        assert await yard.run(BatchState.REFUSED, HandRowsOn("partition_moved")) == RowsHandedOn()
+        (rest,) = yard.made
+        assert {partition: part.offsets for partition, part in rest.parts.items()} == {0: OffsetSet([3, 5])}
+        assert rest.batch_id != BATCH
