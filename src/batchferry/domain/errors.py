@@ -58,6 +58,10 @@ class KafkaUnavailable(BatchferryError):
     """The Kafka cluster did not answer in time."""
 
 
+class KafkaRefused(KafkaUnavailable):
+    """The Kafka cluster answered, and does not let us do it: trying again does not help."""
+
+
 class LedgerTooNew(BatchferryError):
     """The ledger of this partition demands a newer batchferry."""
 

@@ -25,7 +25,7 @@ from aiokafka.errors import (
     TransactionalIdAuthorizationFailed,
 )
 
-from batchferry.domain.errors import KafkaUnavailable
+from batchferry.domain.errors import KafkaRefused, KafkaUnavailable
 
 PRODUCER_FENCED: Final = 90
 
@@ -115,8 +115,12 @@ def is_fenced(error: BaseException | None) -> bool:
 
 
 def unavailable(doing: str, error: BaseException, *, target: str = "") -> KafkaUnavailable:
-    """``KafkaUnavailable`` that says what was tried, on what, why it failed and what may help."""
+    """``KafkaUnavailable`` that says what was tried, on what, why it failed and what may help.
+
+    It is a ``KafkaRefused`` when the cluster's answer was that we have no right to do it.
+    """
     remedy = ""
+    kind = KafkaUnavailable
     if isinstance(
         error,
         TopicAuthorizationFailedError
@@ -124,11 +128,12 @@ def unavailable(doing: str, error: BaseException, *, target: str = "") -> KafkaU
         | ClusterAuthorizationFailedError
         | TransactionalIdAuthorizationFailed,
     ):
+        kind = KafkaRefused
         remedy = "; grant this client's principal the right in the cluster's ACLs"
     elif isinstance(error, KafkaConnectionError | TimeoutError | OSError):
         remedy = "; is the cluster up, and are the bootstrap servers right?"
     where = f" {target}" if target else ""
-    return KafkaUnavailable(f"{doing}{where}: {name_of(error)}{remedy}")
+    return kind(f"{doing}{where}: {name_of(error)}{remedy}")
 
 
 EXPECTED: Final = (KafkaError, IllegalOperation, ConsumerStoppedError, OSError, TimeoutError, AssertionError)

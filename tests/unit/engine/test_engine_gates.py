@@ -9,7 +9,7 @@ import pytest
 from engine_kit import Producer
 
 from batchferry.config import load_settings
-from batchferry.domain.errors import KafkaUnavailable
+from batchferry.domain.errors import KafkaRefused, KafkaUnavailable
 from batchferry.domain.provider import BatchPage, CallFailed, CallFailure, FilePage, FileRole
 from batchferry.engine.gates import Finding, Verdict, World, look
 from batchferry.ports import TopicDescription
@@ -141,13 +141,24 @@ async def test_transactions_that_are_not_allowed_refuse_the_start(dock: Dock) ->
     """It is tried under an id beside those of the partitions, so that nobody is fenced by it."""
 
     async def denied() -> None:
-        raise KafkaUnavailable("TransactionalIdAuthorizationFailed")
+        raise KafkaRefused("TransactionalIdAuthorizationFailed")
 
     dock.cluster.transactions.init = denied
     (finding,) = await dock.odd()
     assert (finding.gate, finding.verdict) == ("transactions are allowed", Verdict.REFUSE)
     assert "WRITE and DESCRIBE" in finding.remedy
     assert dock.cluster.transactional_ids == [f"{dock.settings.topics.ledger_topic}.probe"]
+
+
+async def test_a_cluster_that_does_not_answer_has_refused_nothing(dock: Dock) -> None:
+    """A broker that goes away in the middle of the gates ends the start, and the next start asks again."""
+
+    async def silent() -> None:
+        raise KafkaUnavailable("no answer in time")
+
+    dock.cluster.transactions.init = silent
+    with pytest.raises(KafkaUnavailable):
+        await dock.odd()
 
 
 @pytest.mark.parametrize("topic", ["ledger_topic", "control_topic", "results", "failures", "events"])
