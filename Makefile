@@ -42,6 +42,16 @@ test: $(STAMP) broker ## every test (real broker where one can be had)
 demo: $(STAMP) ## the main job on real input, with embedded broker and simulated provider
 	$(BIN)/batchferry demo
 
+RUNS ?= 1000
+
+.PHONY: sim
+sim: $(STAMP) ## the whole service in virtual time: RUNS lives from SEED on, each with its own misfortunes
+	cd tests && ../$(BIN)/python -m sim --seed $(or $(SEED),1) --runs $(RUNS)
+
+.PHONY: sim-mutants
+sim-mutants: $(STAMP) ## plant faults in the service one after the other, and see the simulation catch each
+	cd tests && ../$(BIN)/python -m sim --mutants --runs 200
+
 .PHONY: bench
 bench: $(STAMP) broker ## ratios against raw client loops, and peak memory
 	cd tests && ../$(BIN)/python -m bench

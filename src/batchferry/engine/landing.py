@@ -272,7 +272,7 @@ class Landing:
             for number, path in enumerate(paths):
                 await self._first_pass(first, provider, number, path)
             # A file that was cut short ends in a line that is only half there: its row may well have succeeded.
-            is_short = join.lines + first.unnamed < counted and not effect.is_last_chance
+            is_short = (join.lines + first.unnamed < counted or first.is_cut) and not effect.is_last_chance
             again = await self._second_pass(first, provider, paths, believes_unreadable=not is_short)
             for task, _ in lots.values():
                 if task.is_live:
@@ -336,11 +336,13 @@ class Landing:
         chunk: dict[int, list[tuple[int, ResultLine]]] = {}
         rows = size_bytes = 0
         line_number = 0
+        size_in_all = path.stat().st_size
         async for places in read_lines(path):
             for position, line in places:
                 line_number += 1
                 parsed = provider.parse_line(line, endpoint)
                 if isinstance(parsed, UnreadableLine):
+                    first.is_cut = first.is_cut or position + len(line) >= size_in_all
                     self._note_unreadable(first, parsed, number, position, len(line), line_number)
                     continue
                 match = first.join.match(parsed.wire_id)
@@ -689,6 +691,8 @@ class _FirstPass:
         """Unreadable lines in which not even a wire id could be seen."""
         self.unreadable: Counter[Whose] = Counter()
         """The other unreadable lines, by whose they are."""
+        self.is_cut = False
+        """A file ends in the middle of a line: its lines may be as many as were counted, and one is not whole."""
 
 
 def waiting_lot(
