@@ -336,7 +336,7 @@ class Landing:
         chunk: dict[int, list[tuple[int, ResultLine]]] = {}
         rows = size_bytes = 0
         line_number = 0
-        size_in_all = path.stat().st_size
+        size_in_all = (await asyncio.to_thread(path.stat)).st_size
         async for places in read_lines(path):
             for position, line in places:
                 line_number += 1
