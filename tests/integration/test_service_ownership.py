@@ -48,6 +48,7 @@ async def owned_by(replicas: list[Replica]) -> dict[str, set[int]]:
     return {one.name: await one.owned() for one in replicas}
 
 
+@pytest.mark.long
 async def test_a_rolling_restart_keeps_settling(make_rig: MakeRig) -> None:
     """Twelve partitions, three replicas restarted one after the other under traffic: results keep coming meanwhile.
 

@@ -85,6 +85,7 @@ def heavy(case: str, rows: int = ROWS, keys: int = 1) -> list[Any]:
     ]
 
 
+@pytest.mark.long
 async def test_more_input_than_the_disk_holds(broker: Any, small_disk: Path) -> None:
     """Three times the disk comes in at once and time would not let it leave: the input waits, batches leave early in
     parts, and all of it is answered once. Nothing is told of a write that failed.
@@ -100,7 +101,15 @@ async def test_more_input_than_the_disk_holds(broker: Any, small_disk: Path) -> 
         assert list(pier.service.not_live()) == []  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("during", ["intake", "upload", "landing", "recovery"])
+@pytest.mark.parametrize(
+    "during",
+    [
+        "intake",
+        pytest.param("upload", marks=pytest.mark.long),
+        "landing",
+        pytest.param("recovery", marks=pytest.mark.long),
+    ],
+)
 async def test_a_disk_that_somebody_else_fills(broker: Any, small_disk: Path, monkeypatch: Any, during: str) -> None:
     """The disk is full from one moment to the next, whatever the service is doing; once there is room it goes on."""
     monkeypatch.setattr(intake_module, "DISK_RESERVE_BYTES", 0)  # else the input would wait, and nothing be written
@@ -138,6 +147,7 @@ async def test_a_disk_that_somebody_else_fills(broker: Any, small_disk: Path, mo
         faults.clear()
 
 
+@pytest.mark.long
 async def test_the_spools_high_mark(broker: Any, tmp_path: Path) -> None:
     """More input than the spool may hold: batches leave early, the input pauses and is read again, and every bound is
     measured.
@@ -184,6 +194,7 @@ async def test_the_limit_of_the_index(broker: Any, tmp_path: Path) -> None:
         assert 100 <= most <= 120
 
 
+@pytest.mark.long
 async def test_a_provider_that_is_down_for_two_days(broker: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """Rows sealed, rows gathering and rows still to come wait two days; then all are answered once, and no row's
     attempts have been used up.
@@ -220,6 +231,7 @@ async def _two_days(pier: Pier) -> None:
     faults.clear()
 
 
+@pytest.mark.long
 async def test_more_batch_keys_than_there_is_room_for(broker: Any, tmp_path: Path) -> None:
     """A hundred keys with room for thirty open ones and fifteen batches in flight: those due first leave early, no
     limit is ever passed, and all are answered.
@@ -244,6 +256,7 @@ async def test_more_batch_keys_than_there_is_room_for(broker: Any, tmp_path: Pat
         assert most_flying == 15
 
 
+@pytest.mark.long
 @pytest.mark.real_broker
 async def test_many_partitions_in_one_replica(broker: Any, tmp_path: Path, record_property: Any) -> None:
     """One replica takes all of many partitions, answers a record of each, and stays within sockets and memory."""

@@ -99,7 +99,7 @@ async def test_a_stop_drains_and_says_so(rig: Rig, own_broker: RealBroker) -> No
     del own_broker
 
 
-@pytest.mark.parametrize("harm", ["killed", "frozen"])
+@pytest.mark.parametrize("harm", ["killed", pytest.param("frozen", marks=pytest.mark.long)])
 async def test_a_stop_without_a_broker_ends_in_time(rig: Rig, own_broker: RealBroker, harm: str) -> None:
     """The broker is gone, or does not answer, while outcomes wait to be published: over within budget and reserve."""
     one = replica_of(rig)
@@ -133,7 +133,7 @@ async def test_a_second_signal_is_obeyed_at_once(rig: Rig, own_broker: RealBroke
     await rig.release("create")
 
 
-@pytest.mark.parametrize("call", ["create", "content"])
+@pytest.mark.parametrize("call", ["create", pytest.param("content", marks=pytest.mark.long)])
 async def test_a_provider_that_hangs_does_not_hold_up_a_stop(rig: Rig, own_broker: RealBroker, call: str) -> None:
     """A call to the provider that is never answered ends with the stop; the next start does what is left."""
     rig.put(call=call, kind="gate", gate="never", until_count=1)

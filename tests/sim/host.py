@@ -63,7 +63,12 @@ class Ears(RecordingTelemetry):
         self._heard(name, fields)
 
     def gauge(self, name: str, value: float, **labels: str) -> None:
-        self.gauges[(name, tuple(sorted(labels.items())))] = value
+        self.gauges[name, tuple(sorted(labels.items()))] = value
+        if name == "bound_used":
+            limit = self.gauges.get(("bound_limit", tuple(sorted(labels.items()))))
+            # A takeover brings the batches that are there already; only admission waits for room.
+            if limit is not None and value > limit and labels["bound"] != "batches_in_flight":
+                self._heard("bound_broken", {**labels, "used": value, "limit": limit})
 
     def observe(self, name: str, value: float, **labels: str) -> None: ...
 

@@ -287,6 +287,8 @@ class World:
         """A replica told something."""
         if name in BUGS:
             self.fail(f"{host.name} told {name}: {dict(fields)}")
+        elif name == "bound_broken":
+            self.fail(f"{host.name} went beyond a bound: {dict(fields)}")
         elif name == "key_held":
             self.note(f"{host.name}: {name} {dict(fields)}")
             held = self.books.control["hold"]
@@ -723,6 +725,9 @@ class World:
             if paid[where] > allowed:
                 self.fail(f"{where} ({request.kind}) was paid {paid[where]} times")
             self._check_class(request)
+        longest_s = max((one.ended_at_s - one.began_at_s for one in self.cluster.finished), default=0.0)
+        if longest_s > self.kafka_settings.transaction_timeout_s + OPEN_SLACK_S:
+            self.fail(f"a transaction was open for {longest_s:.1f} s")
         if self.paid_twice:
             self.fail(f"{self.paid_twice} rows counted as possibly paid twice, where the file could be deleted")
         facts = self.outcome.facts
@@ -765,6 +770,8 @@ NOTED = frozenset(
 TURNS = 5
 TURNS_S = 15.0
 """So many takings by two processes in turns, within so many real seconds, are a quarrel."""
+OPEN_SLACK_S = 3.0
+"""The broker looks for transactions that are too old every two seconds."""
 HOLD_S = 15.0
 """Real seconds in which a hold that a replica tells of must stand in the control topic."""
 LIVENESS_H = 400.0

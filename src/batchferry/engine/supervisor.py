@@ -1065,7 +1065,8 @@ class Supervisor:
             return ["the group has not given out partitions yet"]
         if self._input_watch.input_is_missing:
             return [f"the topic {self.settings.topics.requests} does not exist"]
-        reasons = [f"partition {partition} is being restored" for partition in sorted(self._restores)]
+        restoring = sorted(self._restores.keys() - self._refused.keys())
+        reasons = [f"partition {partition} is being restored" for partition in restoring]
         reasons += [f"partition {partition} refused: {why}" for partition, why in sorted(self._refused.items())]
         return reasons
 
