@@ -34,9 +34,19 @@ check: $(STAMP) ## style, types, import rules, schema drift
 	$(BIN)/lint-imports
 	$(BIN)/batchferry schemas --check schemas
 
+COMPUTING := tests/unit tests/property tests/contract tests/sim
+WAITING := tests/acceptance tests/integration tests/chaos
+
 .PHONY: test
-test: $(STAMP) broker ## every test (real broker where one can be had)
-	$(BIN)/pytest
+test: $(STAMP) broker ## every test but the long ones (real broker where one can be had)
+	@# What waits for brokers and processes runs beside what computes; the output of the second comes at the end.
+	@nice -n 10 $(BIN)/pytest -p no:cacheprovider $(COMPUTING) > .pytest-computing.log 2>&1 & computing=$$!; \
+	code=0; $(BIN)/pytest $(WAITING) || code=1; \
+	wait $$computing || code=1; cat .pytest-computing.log; exit $$code
+
+.PHONY: test-long
+test-long: $(STAMP) broker ## the tests that take long: rolling restarts, a provider away for two days, bounds met by real input
+	$(BIN)/pytest -m long
 
 .PHONY: demo
 demo: $(STAMP) ## the main job on real input, with embedded broker and simulated provider

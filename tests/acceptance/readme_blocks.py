@@ -12,6 +12,7 @@ from batchferry.config import explain_settings
 from batchferry.domain.machine import diagram
 from batchferry.domain.retry import DEFAULT_RETRIES, KEPT
 from batchferry.domain.rows import RowClass
+from batchferry.engine.bounds import table as bounds
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "batchferry" / "domain" / "rows.py"
@@ -51,7 +52,12 @@ def settings() -> str:
 
 def blocks() -> dict[str, str]:
     """Every generated part by its name."""
-    return {"machine": f"```mermaid\n{diagram()}\n```", "classes": classes(), "settings": settings()}
+    return {
+        "bounds": bounds(),
+        "machine": f"```mermaid\n{diagram()}\n```",
+        "classes": classes(),
+        "settings": settings(),
+    }
 
 
 def with_blocks(text: str) -> str:
