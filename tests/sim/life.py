@@ -138,8 +138,8 @@ class World:
         )
         self.books = Books(TOPICS, loop.time, self.note, self.fail)
         self.cluster.on_append(self.books.hear)
-        self.provider.lagging_share = rng.choice((0.0, 0.5))
-        self.provider.lag_s = 0.6 * self.speed
+        self.provider.lagging_share = rng.choice((0.0, 0.9))
+        self.provider.lag_s = 0.9 * self.speed
         self._inits: dict[int, list[tuple[float, str]]] = defaultdict(list)
         self._watch_provider()
         self.kafka_settings = SimKafkaSettings(
@@ -752,7 +752,7 @@ class World:
         if failed:
             lawful = lawful | {"invalid_request"}
         if self.provider.struck["lagging error"] and request.kind in {"httpall", "filter"}:
-            lawful = lawful | {"unreadable"}  # the file ended in the middle of its line
+            lawful = lawful | {"unreadable", "transient"}  # its line was half there, or not yet the last word
         if request.offset < self.books.deleted_below.get(request.partition, 0):
             lawful = lawful | {"retention"}
         if ended not in lawful:

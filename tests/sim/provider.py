@@ -31,6 +31,8 @@ from sim.loop import RUNNING
 CALLER: ContextVar[str] = ContextVar("CALLER", default="")
 """Name of the process whose call the provider works on."""
 LATENCY_S = (0.005, 0.15)
+PROVISIONAL_SHARE = 0.6
+"""Of the batches whose files lag: they lag in this way rather than by their counts."""
 
 _NAMES = (
     ("POST", r"/v1/files", "upload"),
@@ -174,6 +176,10 @@ class SimProvider:
             and random.Random(f"lag:{batch.id}").random() < self.lagging_share
         )
 
+    def _is_provisional(self, batch: SimBatch) -> bool:
+        """Whether its counts are right from the beginning, and the last verdict in its error file is not."""
+        return random.Random(f"provisional:{batch.id}").random() < PROVISIONAL_SHARE
+
     def _file_of_lagging(self, file_id: str) -> tuple[SimBatch, str] | None:
         for batch in self.world.state.batches.values():
             if file_id == batch.output_file_id and self._is_lagging(batch):
@@ -192,10 +198,12 @@ class SimProvider:
             if found is None:
                 return answer
             lines = content.splitlines(keepends=True)
-            if found[1] == "error":  # what was written so far ends in the middle of a line
-                content = b"".join(lines[:-1]) + (lines[-1][: len(lines[-1]) * 2 // 3] if lines else b"")
-            else:
+            if found[1] == "output":
                 content = b"".join(lines[:-1])
+            elif self._is_provisional(found[0]):
+                content = b"".join(lines[:-1]) + provisional(lines[-1] if lines else b"")
+            else:  # what was written so far ends in the middle of a line
+                content = b"".join(lines[:-1]) + (lines[-1][: len(lines[-1]) * 2 // 3] if lines else b"")
             self.struck[f"lagging {found[1]}"] += 1
             self._note(f"wire: the {found[1]} file of {found[0].id} is not whole yet")
         elif call in {"retrieve", "list"}:
@@ -205,6 +213,7 @@ class SimProvider:
                 if (
                     batch is not None
                     and self._is_lagging(batch)
+                    and not self._is_provisional(batch)
                     and batch.output_file_id
                     and one["request_counts"]["completed"]
                 ):
@@ -222,6 +231,21 @@ class SimProvider:
 
     async def close(self) -> None:
         await self._parts.close()
+
+
+def provisional(line: bytes) -> bytes:
+    """The line as it stood before the provider had made up its mind: an error of its own."""
+    try:
+        told = json.loads(line)
+    except ValueError:
+        return line
+    if not isinstance(told.get("response"), dict):
+        return line
+    told["response"] |= {
+        "status_code": 500,
+        "body": {"error": {"message": "later", "type": "server_error", "code": None}},
+    }
+    return json.dumps(told).encode() + b"\n"
 
 
 class _Wire(httpx.AsyncBaseTransport):
