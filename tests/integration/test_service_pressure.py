@@ -106,7 +106,7 @@ async def test_more_input_than_the_disk_holds(broker: Any, small_disk: Path) -> 
     [
         "intake",
         pytest.param("upload", marks=pytest.mark.long),
-        "landing",
+        pytest.param("landing", marks=pytest.mark.long),
         pytest.param("recovery", marks=pytest.mark.long),
     ],
 )
