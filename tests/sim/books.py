@@ -43,7 +43,6 @@ class Request:
     offset: int
     custom_id: str
     kind: str
-    due_s: float = 0.0
     outcomes: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -74,11 +73,8 @@ class Books:
         self.running: dict[tuple[int, int], dict[str, SimBatch]] = defaultdict(dict)
         """Provider batches by row."""
         self.lines: dict[str, list[tuple[int, int]]] = {}
-        self.lots_seen: set[str] = set()
-        self.largest_record = 0
         self.deleted_below: dict[int, int] = {}
         """Below which offset the input was deleted, by partition."""
-        self.unseen = 0
         self._now_s = now_s
         self._note = note
         self._fail = fail
@@ -156,11 +152,7 @@ class Books:
             self._fail(f"{where} got a second outcome")
         if said.get("custom_id") not in {request.custom_id, None} and request.kind != "bad":
             self._fail(f"{where} got the outcome of custom_id {said.get('custom_id')!r}")
-        if said["kind"] == "result":
-            text = json.dumps(said["response"]["body"])
-            if f"asked {where[0]}/{where[1]}/" in text:
-                pass
-        elif said.get("wire_id") or said.get("submission"):
+        if said["kind"] != "result" and (said.get("wire_id") or said.get("submission")):
             holder = ledger.holder_of(where[1])
             submission = said.get("submission")
             if holder is not None and submission is not None and submission != holder.submission:
@@ -172,7 +164,6 @@ class Books:
             self._fail("a ledger record without a key")
             return
         size = len(record.value or b"")
-        self.largest_record = max(self.largest_record, size)
         if size > MAX_LEDGER_RECORD_BYTES:
             self._fail(f"a ledger record of {size} bytes")
         entry = decode(record.key, record.value)
@@ -202,11 +193,9 @@ class Books:
         for where in [one for one in self.requests if one[0] == partition and one[1] < first]:
             if where[1] >= self.deleted_below.get(partition, 0):
                 self._fail(f"the first watermark {first} of partition {partition} lies above {where}, which is there")
-            self.unseen += 1
             del self.requests[where]
 
     def _lot(self, ledger: PartitionLedger, lot: Lot) -> None:
-        self.lots_seen.add(lot.lot_id)
         known = ledger.lots.get(lot.lot_id)
         if lot.state is LotState.SUBMITTING and lot.input_file_id is None:
             self._fail(f"lot {lot.lot_id} is SUBMITTING and names no input file")

@@ -8,10 +8,8 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import batchferry.app
 from batchferry.app import Service
 from batchferry.config import Settings
 from batchferry.domain.errors import BatchferryError, GateRefused
@@ -233,11 +231,3 @@ def parts(provider_rng: random.Random) -> dict[str, Any]:
         return made
 
     return {"build_clock": build_clock, "build_kafka": build_kafka, "build_providers": build_providers}
-
-
-APP = batchferry.app
-
-
-def state_folder(world_folder: Path, name: str) -> Path:
-    """An empty disk for every process."""
-    return world_folder / name

@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from batchferry.simulator import DEFAULT_KEY, Scenario, SimulatorSettings
+from batchferry.simulator import Scenario, SimulatorSettings
 from batchferry.simulator.app import TRANSPORT
 from batchferry.simulator.clock import SimClock
 from batchferry.simulator.server import _Parts
@@ -223,12 +223,6 @@ class SimProvider:
             return answer
         return status, [pair for pair in headers if pair[0].lower() != b"content-length"], content, is_whole
 
-    async def call(self, method: str, path: str, body: Any = None) -> httpx.Response:
-        """A call of somebody who is no replica: it always gets through."""
-        transport = _Wire(self, faultless=True)
-        async with httpx.AsyncClient(transport=transport, headers={"authorization": f"Bearer {DEFAULT_KEY}"}) as client:
-            return await client.request(method, f"http://provider{path}", json=body)
-
     async def close(self) -> None:
         await self._parts.close()
 
@@ -251,9 +245,8 @@ def provisional(line: bytes) -> bytes:
 class _Wire(httpx.AsyncBaseTransport):
     """The caller's end."""
 
-    def __init__(self, provider: SimProvider, *, faultless: bool = False) -> None:
+    def __init__(self, provider: SimProvider) -> None:
         self._provider = provider
-        self._faultless = faultless
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         provider, loop = self._provider, asyncio.get_running_loop()
@@ -266,7 +259,7 @@ class _Wire(httpx.AsyncBaseTransport):
         )
         await asyncio.sleep(0)  # a process that is paused here sends when it is resumed
         provider.calls[call] += 1
-        fate = "" if self._faultless else provider.draw(call)
+        fate = provider.draw(call)
         if fate == "unreachable":
             raise httpx.ConnectError("unreachable")
         reply: asyncio.Future[Any] = loop.create_future()
@@ -295,7 +288,7 @@ class _Wire(httpx.AsyncBaseTransport):
                 return
             if fate == "lose_request":
                 return
-            if call == "create" and provider.refuse_creates is not None and not self._faultless:
+            if call == "create" and provider.refuse_creates is not None:
                 provider.refused += 1
                 refused(provider.refuse_creates["status"], provider.refuse_creates["body"])
                 return

@@ -45,7 +45,7 @@ from batchferry.domain.partition import PartitionLedger
 from batchferry.domain.provider import BatchSnapshot, ListedFile, ProviderStatus
 
 HORIZON_S = 7 * 86_400.0
-"""Nothing sealed longer ago is judged: the ledgers forget their clean lots then."""
+"""Nothing sealed longer ago is judged: a clean lot's stub stays in its ledger so long, and is forgotten then."""
 HORIZON_SLACK_S = 3600.0
 """Judging ends so much before the forgetting begins: clocks differ, and a sweep takes its time."""
 FILE_AGE_S = 2 * 3600.0

@@ -36,12 +36,11 @@ from batchferry.domain.ledger import (
     lot_key,
 )
 from batchferry.domain.offsets import OffsetSet
+from batchferry.domain.orphans import HORIZON_S as ORPHAN_HORIZON_S
 from batchferry.domain.partition import PartitionLedger
 from batchferry.engine.failpoints import AFTER, BEFORE, Failpoint, reach, reach_transaction
 from batchferry.ports import Clock, KafkaPort, LogReader, OutRecord, PartitionProducer, Record, Telemetry
 
-ORPHAN_HORIZON_S = 7 * 86_400.0
-"""How long a clean lot's stub stays, so that a late twin at the provider can still be recognised as ours."""
 IDLE_REFRESH_S = 12 * 3600.0
 """Real seconds after which an idle partition writes its watermark: producer ids and group offsets expire."""
 CLOSE_PATIENCE_S = 3.0
