@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 from uuid import uuid4
 
-from service_kit import Replica
+from service_kit import Named, Replica
 
 from batchferry.domain.errors import KafkaUnavailable
 from batchferry.kafka import AioKafka
@@ -101,7 +101,7 @@ def scenario(window: str) -> Scenario:
     )
 
 
-class Stage:
+class Stage(Named):
     """Everything a run needs; an async context manager. Topics, logs and the provider's bill are in ``folder``."""
 
     def __init__(self, folder: Path, scale: Scale, history: History, broker: RealBroker | None = None) -> None:
@@ -149,28 +149,6 @@ class Stage:
             )
         )
 
-    # -------------------------------------------------------------------------------------------- names
-
-    @property
-    def requests(self) -> str:
-        return f"requests-{self.tag}"
-
-    @property
-    def results(self) -> str:
-        return f"results-{self.tag}"
-
-    @property
-    def failures(self) -> str:
-        return f"failures-{self.tag}"
-
-    @property
-    def group(self) -> str:
-        return f"group-{self.tag}"
-
-    @property
-    def ledger(self) -> str:
-        return f"{self.requests}.{self.group}.ledger"
-
     def _settings(self) -> dict[str, Any]:
         """Real times are about a ninth of the defaults, all alike; virtual ones are long enough to be some real seconds."""
         return {
@@ -187,7 +165,7 @@ class Stage:
                 "requests": self.requests,
                 "results": self.results,
                 "failures": self.failures,
-                "events": f"events-{self.tag}",
+                "events": self.events,
                 "group": self.group,
                 "partitions": PARTITIONS,
             },
@@ -234,7 +212,7 @@ class Stage:
         if self._owns_broker:
             await asyncio.to_thread(self.broker.start)
         await self.simulator.start()
-        for topic in (self.requests, self.results, self.failures, f"events-{self.tag}"):
+        for topic in (self.requests, self.results, self.failures, self.events):
             await made_topic(self.kafka, topic, PARTITIONS, retention_ms="-1")  # virtual time begins long ago
         for number in range(REPLICAS):
             self._start(number)

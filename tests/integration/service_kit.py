@@ -187,7 +187,37 @@ class Row:
     body: dict[str, Any]
 
 
-class Rig:
+class Named:
+    """The names of a run's topics and group, told apart from those of other runs by ``tag``."""
+
+    tag: str
+
+    @property
+    def requests(self) -> str:
+        return f"requests-{self.tag}"
+
+    @property
+    def results(self) -> str:
+        return f"results-{self.tag}"
+
+    @property
+    def failures(self) -> str:
+        return f"failures-{self.tag}"
+
+    @property
+    def events(self) -> str:
+        return f"events-{self.tag}"
+
+    @property
+    def group(self) -> str:
+        return f"group-{self.tag}"
+
+    @property
+    def ledger(self) -> str:
+        return f"{self.requests}.{self.group}.ledger"
+
+
+class Rig(Named):
     """Broker topics, a simulator in this process, and replicas."""
 
     def __init__(
@@ -254,30 +284,6 @@ class Rig:
             if client is not None:
                 await client.stop()
         await self._stack.aclose()
-
-    @property
-    def requests(self) -> str:
-        return f"requests-{self.tag}"
-
-    @property
-    def results(self) -> str:
-        return f"results-{self.tag}"
-
-    @property
-    def failures(self) -> str:
-        return f"failures-{self.tag}"
-
-    @property
-    def events(self) -> str:
-        return f"events-{self.tag}"
-
-    @property
-    def group(self) -> str:
-        return f"group-{self.tag}"
-
-    @property
-    def ledger(self) -> str:
-        return f"{self.requests}.{self.group}.ledger"
 
     def replica(self, name: str = "one") -> Replica:
         """A replica that starts with ``go``."""
