@@ -25,7 +25,7 @@ from batchferry.domain.provider import (
     LineError,
     UploadedFile,
 )
-from batchferry.domain.rows import ResultLine, UnreadableLine
+from batchferry.domain.rows import ResultLine, SyncAnswer, UnreadableLine
 
 Headers = tuple[tuple[str, bytes | None], ...]
 """A Kafka header may have no value: None goes in and out as it is."""
@@ -359,6 +359,16 @@ class BatchProvider(Protocol):
 
     async def delete_file(self, file_id: FileId) -> CallFailed | None:
         """None when the file is gone; a 404 counts as gone."""
+        ...
+
+    async def answer(self, endpoint: str, body: bytes, timeout_s: float) -> SyncAnswer:
+        """Run one row now, at the ordinary endpoint and the full price. Sent once, over a connection of its own.
+
+        Args:
+            endpoint: as in the row, such as ``/v1/chat/completions``.
+            body: the request body, sent unchanged.
+            timeout_s: real seconds for the whole call.
+        """
         ...
 
     def render_line(self, url: str, body: bytes) -> bytes:

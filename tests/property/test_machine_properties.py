@@ -458,7 +458,10 @@ likely_snapshots = st.sampled_from(
     ]
 )
 likely_failures = st.sampled_from(
-    [CallFailed("call", kind, retry_after_s=wait_s) for kind in CallFailure for wait_s in (None, 5.0, 4_000.0)]
+    [
+        *(CallFailed("call", kind, retry_after_s=wait_s) for kind in CallFailure for wait_s in (None, 5.0, 4_000.0)),
+        CallFailed("call", CallFailure.REJECTED, http_status=413),
+    ]
 )
 happenings = st.lists(
     st.tuples(
@@ -482,6 +485,7 @@ EVERY_FAILURE = [
     CallFailed("call", CallFailure.ACCOUNT),
     CallFailed("call", CallFailure.CONFLICT),
     CallFailed("call", CallFailure.THROTTLED, retry_after_s=4_000.0),
+    CallFailed("call", CallFailure.REJECTED, http_status=413),
 ]
 
 

@@ -18,5 +18,7 @@ class BatchErrorKind(StrEnum):
     """Quota, billing, authentication or permission: hold the account, blame no row."""
     MODEL = "model"
     """The model is unknown, has no batch mode, or is closed to this account: hold the batch key."""
+    TOO_LARGE = "too_large"
+    """More rows or bytes than a batch may have there: send it in two halves."""
     UNKNOWN = "unknown"
     """Nothing we know, or the file as a whole: hold and tell an operator, never fail all rows."""

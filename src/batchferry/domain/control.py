@@ -7,6 +7,10 @@ command line write them; every replica follows them.
 ``hold/<scope>/<why>``  rows of this scope (an account, or one batch key) must not be submitted now
 ``flush/<key digest>``  rows of the key first read before this instant are due
 ``cancel/<batch_id>``   this batch is wanted cancelled
+``rescue/<batch_id>``   the batch's rows are wanted run through the sync lane
+``limit/<account>/<model>``  tokens that the account may have enqueued for the model, as refusals have taught
+``canary/<shape>``      what the sample of a kind of prompt came to
+``poke/<provider batch>``  a webhook says that there is news of it
 ``sweep/<account>``     the account (or ``all``) is wanted searched for orphans, since this instant
 ======================  ==============================================================================
 """
@@ -20,7 +24,7 @@ from datetime import UTC, datetime
 import orjson
 
 from batchferry.domain.batchkey import BatchKey
-from batchferry.domain.ids import BatchId
+from batchferry.domain.ids import BatchId, ProviderBatchId
 
 FORMAT = 1
 
@@ -28,6 +32,11 @@ FORMAT = 1
 def account_scope(account: str) -> str:
     """The hold scope of a whole provider account."""
     return f"account:{account}"
+
+
+def shape_scope(shape: str) -> str:
+    """The hold scope of one kind of prompt."""
+    return f"shape:{shape}"
 
 
 def key_scope(key: BatchKey) -> str:
@@ -66,6 +75,44 @@ class CancelWish:
     at: datetime
 
 
+@dataclass(frozen=True, slots=True)
+class RescueWish:
+    """The unfinished rows of the batch are wanted run through the sync lane, from ``at`` on."""
+
+    batch_id: BatchId
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLimit:
+    """Tokens that the account may have enqueued for a model, as far as refusals have taught."""
+
+    account: str
+    model: str
+    tokens: int
+    at: datetime
+    """When it was learned; it recovers from then on."""
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryVerdict:
+    """What the sample of a kind of prompt came to. A bad verdict beats a good one until an operator lifts it."""
+
+    shape: str
+    is_good: bool
+    rows: int
+    bad_rows: int
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Poke:
+    """Somebody told us at ``at`` that there is news of a provider batch. It only says where to look."""
+
+    provider_batch_id: ProviderBatchId
+    at: datetime
+
+
 ALL_ACCOUNTS = "all"
 """The scope of a sweep of every account; an account of that name is swept with the others."""
 
@@ -85,7 +132,7 @@ class Lifted:
     key: str
 
 
-ControlEntry = Hold | Flush | CancelWish | SweepWish | Lifted
+ControlEntry = Hold | Flush | CancelWish | RescueWish | TokenLimit | CanaryVerdict | Poke | SweepWish | Lifted
 
 
 def encode(entry: ControlEntry) -> tuple[bytes, bytes | None]:
@@ -103,6 +150,17 @@ def encode(entry: ControlEntry) -> tuple[bytes, bytes | None]:
             return f"flush/{entry.key_digest}".encode(), _dump({"before": _ms(entry.before)})
         case CancelWish():
             return f"cancel/{entry.batch_id}".encode(), _dump({"rows": entry.rows, "at": _ms(entry.at)})
+        case RescueWish():
+            return f"rescue/{entry.batch_id}".encode(), _dump({"at": _ms(entry.at)})
+        case TokenLimit():
+            key = f"limit/{entry.account}/{entry.model}"
+            return key.encode(), _dump({"tokens": entry.tokens, "at": _ms(entry.at)})
+        case CanaryVerdict():
+            return f"canary/{entry.shape}".encode(), _dump(
+                {"good": entry.is_good, "rows": entry.rows, "bad_rows": entry.bad_rows, "at": _ms(entry.at)}
+            )
+        case Poke():
+            return f"poke/{entry.provider_batch_id}".encode(), _dump({"at": _ms(entry.at)})
         case SweepWish():
             return f"sweep/{entry.scope}".encode(), _dump({"at": _ms(entry.at)})
         case Lifted():
@@ -135,6 +193,16 @@ def decode(key: bytes, value: bytes | None) -> ControlEntry | None:
             return Flush(rest, _at(members["before"]))
         if kind == "cancel":
             return CancelWish(BatchId(rest), str(members["rows"]), _at(members["at"]))
+        if kind == "rescue":
+            return RescueWish(BatchId(rest), _at(members["at"]))
+        if kind == "limit":
+            account, _, model = rest.partition("/")
+            return TokenLimit(account, model, int(members["tokens"]), _at(members["at"]))
+        if kind == "canary":
+            rows, bad_rows = int(members["rows"]), int(members["bad_rows"])
+            return CanaryVerdict(rest, members["good"] is True, rows, bad_rows, _at(members["at"]))
+        if kind == "poke":
+            return Poke(ProviderBatchId(rest), _at(members["at"]))
         if kind == "sweep":
             return SweepWish(rest, _at(members["at"]))
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, OSError):
@@ -167,6 +235,10 @@ class ControlState:
     flushes: dict[str, Flush] = field(default_factory=dict)
     cancels: dict[BatchId, CancelWish] = field(default_factory=dict)
     sweeps: dict[str, SweepWish] = field(default_factory=dict)
+    rescues: dict[BatchId, RescueWish] = field(default_factory=dict)
+    limits: dict[tuple[str, str], TokenLimit] = field(default_factory=dict)
+    canaries: dict[str, CanaryVerdict] = field(default_factory=dict)
+    pokes: dict[ProviderBatchId, Poke] = field(default_factory=dict)
 
     def apply(self, entry: ControlEntry) -> None:
         """Take one record in."""
@@ -179,6 +251,16 @@ class ControlState:
                 self.cancels[entry.batch_id] = entry
             case SweepWish():
                 self.sweeps[entry.scope] = entry
+            case RescueWish():
+                self.rescues[entry.batch_id] = entry
+            case TokenLimit():
+                self.limits[entry.account, entry.model] = entry
+            case CanaryVerdict():
+                known = self.canaries.get(entry.shape)
+                if known is None or known.is_good:
+                    self.canaries[entry.shape] = entry
+            case Poke():
+                self.pokes[entry.provider_batch_id] = entry
             case Lifted(key):
                 self.holds.pop(key, None)
                 kind, _, rest = key.partition("/")
@@ -188,10 +270,19 @@ class ControlState:
                     self.cancels.pop(BatchId(rest), None)
                 elif kind == "sweep":
                     self.sweeps.pop(rest, None)
+                elif kind == "rescue":
+                    self.rescues.pop(BatchId(rest), None)
+                elif kind == "limit":
+                    account, _, model = rest.partition("/")
+                    self.limits.pop((account, model), None)
+                elif kind == "canary":
+                    self.canaries.pop(rest, None)
+                elif kind == "poke":
+                    self.pokes.pop(ProviderBatchId(rest), None)
 
-    def standing(self, key: BatchKey, now: datetime) -> list[Hold]:
-        """The holds that keep this batch key from being submitted at ``now``."""
-        scopes = {account_scope(key.account), key_scope(key)}
+    def standing(self, key: BatchKey, now: datetime, shape: str = "") -> list[Hold]:
+        """The holds that keep this batch key (or this kind of prompt in it) from being submitted at ``now``."""
+        scopes = {account_scope(key.account), key_scope(key), *([shape_scope(shape)] if shape else [])}
         return [hold for hold in self.holds.values() if hold.scope in scopes and _stands(hold, now)]
 
     def expired(self, now: datetime) -> list[Hold]:

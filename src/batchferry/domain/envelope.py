@@ -239,6 +239,17 @@ def render_failure(
     return _dump(envelope)
 
 
+def render_split(ctx: OutcomeContext, line: ResultLine, parts: int) -> bytes:
+    """The value of a ``results`` record of a request that was cut: ``parts`` requests of their own follow it.
+
+    They are named ``<custom_id>#part1`` and so on; putting their answers together is the reader's business.
+    """
+    envelope = _begin(ctx, "split", "split")
+    envelope["parts"] = parts
+    envelope["error"] = {"class": line.row_class.value, "code": line.code, "http_status": line.http_status}
+    return _dump(envelope)
+
+
 def _begin(ctx: OutcomeContext, kind: str, status: str) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
@@ -339,8 +350,8 @@ def outcome_headers(
 ) -> Headers:
     """Headers of an outcome: CloudEvents attributes of our own, then the request's headers in their order.
 
-    ``status`` is ``succeeded`` or ``failed``. ``traceparent``, CloudEvents extension attributes and every unknown
-    header are passed on; the request's own CloudEvents attributes are replaced (its id is ``source.event_id``).
+    ``status`` is ``succeeded``, ``failed`` or ``split``. ``traceparent``, CloudEvents extension attributes and every
+    unknown header are passed on; the request's own CloudEvents attributes are replaced (its id is ``source.event_id``).
     """
     subject = f"{ctx.topic}/{ctx.partition}/{ctx.offset}"
     ours = (
@@ -386,7 +397,12 @@ class EventKind(StrEnum):
     HELD = "held"
     RELEASED = "released"
     ALARM = "alarm"
+    RETRIED = "retried"
+    """Rows of one partition travel again (or for the first time through the sync lane)."""
+    RESCUED = "rescued"
+    DEADLINE_AT_RISK = "deadline_at_risk"
     DEADLINE_MISSED = "deadline_missed"
+    CANARY = "canary"
     COST = "cost"
 
 
@@ -420,6 +436,18 @@ class EventFields(TypedDict, total=False):
     usd: str
     sync_usd: str
     unpriced_rows: int
+    lane: str
+    row_class: str
+    """Why rows travel again."""
+    offsets: str
+    """Input offsets of ``partition``, as a base64 roaring bitmap (``domain.offsets``)."""
+    submission: int
+    codes: Mapping[str, int]
+    """Rows by the provider's code, the most frequent ones."""
+    unknown_rows: int
+    """Rows whose answers nobody read: perhaps paid, and in no sum."""
+    shape: str
+    estimated_usd: str
 
 
 _EVENT_FIELDS = frozenset(EventFields.__annotations__)

@@ -38,6 +38,10 @@ FORMAT = 1
 """The format this version writes, and the newest it can read."""
 
 QUARTER_HOUR_S = 900
+UNPRICED = "unpriced_rows"
+"""Member of a tally: rows that ran and whose price is not known."""
+UNREAD = "unread_rows"
+"""Member of a tally: rows that the provider ran, perhaps, and whose tokens nobody could read."""
 
 
 class Lane(StrEnum):

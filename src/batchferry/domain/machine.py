@@ -417,6 +417,8 @@ class HandRowsOn(Effect):
     reason: str
     hold: str = ""
     """Hold the account (``account``) or the batch key (``key``) first; empty: neither."""
+    halve: bool = False
+    """The batch was refused for its size: its rows go on in batches of at most half as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -584,10 +586,12 @@ def _uploaded(batch: Batch, event: InputUploaded, now: datetime, _settings: Mach
     return Transition(moved, (RecordSubmitting(event.file_id),))
 
 
-@_on(S.UPLOADING, UploadFailed, to=(S.SEALED,))
+@_on(S.UPLOADING, UploadFailed, to=(S.SEALED, S.REFUSED))
 def _upload_failed(batch: Batch, event: UploadFailed, now: datetime, settings: MachineSettings) -> Transition:
     """Nothing of the batch is durable yet: it goes back to the quay and asks again, later each time."""
     failure = event.failure
+    if failure.is_too_large and batch.rows > 1:
+        return Transition(_enter(batch, S.REFUSED, now), (HandRowsOn("too_large", halve=True),))
     pause_s = _growing(settings.upload_pause_first_s, 2.0, settings.upload_pause_max_s, batch.tries)
     effects: tuple[Effect, ...] = (Admit(after_s=max(pause_s, failure.retry_after_s or 0.0)),)
     if failure.kind is CallFailure.ACCOUNT:
@@ -623,6 +627,8 @@ def _refused(batch: Batch, event: CreateRefused, now: datetime, settings: Machin
     pause_s = max(_growing(settings.recreate_pause_s, 2.0, 120.0, batch.tries), failure.retry_after_s or 0.0)
     if failure.kind is CallFailure.ACCOUNT:
         return Transition(refused, (DeleteInput(), HandRowsOn("account", hold="account")))
+    if failure.is_too_large and batch.rows > 1:
+        return Transition(refused, (DeleteInput(), HandRowsOn("too_large", halve=True)))
     if now + timedelta(seconds=pause_s) > since + timedelta(seconds=settings.file_reuse_s):
         hold = "" if failure.kind in {CallFailure.THROTTLED, CallFailure.NOT_READY} else "key"
         return Transition(refused, (DeleteInput(), HandRowsOn(f"create_{failure.kind.value}", hold=hold)))

@@ -33,11 +33,12 @@ if TYPE_CHECKING:
 
 PICODOLLARS = 10**12
 _BATCH = {"processing": "batch"}
-_PROVIDER_IDS = {"gemini": "google", "vertex": "google", "xai": "x-ai", "azure_openai": "azure"}
+PROVIDER_IDS = {"gemini": "google", "vertex": "google", "xai": "x-ai", "azure_openai": "azure"}
 """Names in use for a provider beside those of the price data."""
 
 HALF_PRICE_PROVIDERS = frozenset({"openai", "azure", "anthropic", "google", "mistral", "groq"})
 """Providers whose documentation gives half price for every model in a batch. xAI's discount differs by model."""
+HALF_PRICE = Fraction(1, 2)
 _FREE_MODELS = frozenset({"moderation"})
 """Models without a price because they are free: OpenAI's moderation models."""
 
@@ -59,16 +60,6 @@ class Price(msgspec.Struct, frozen=True, gc=False):
     picodollars: int
     list_picodollars: int
     basis: PriceBasis
-
-    @property
-    def usd(self) -> str:
-        """The price in USD as an exact decimal."""
-        return format_usd(self.picodollars)
-
-    @property
-    def list_usd(self) -> str:
-        """The list price in USD as an exact decimal."""
-        return format_usd(self.list_picodollars)
 
 
 class _Rates(NamedTuple):
@@ -124,9 +115,38 @@ def format_usd(picodollars: int) -> str:
     return (digits[:-12] + "." + digits[-12:]).rstrip("0").rstrip(".")
 
 
-def to_microdollars(picodollars: int) -> int:
-    """The nearest whole microdollar: for sums, never for a single row, which may cost less than one."""
-    return round(Fraction(picodollars, 10**6))
+def parse_usd(text: str) -> int:
+    """Picodollars of an amount in USD written as a plain decimal: what ``format_usd`` gives, read back.
+
+    Raises:
+        ValueError: not a plain decimal of 0 or more, or finer than a picodollar.
+    """
+    whole, dot, part = text.partition(".")
+    if not (whole.isascii() and whole.isdigit()) or (dot and not (part.isascii() and part.isdigit())) or len(part) > 12:
+        raise ValueError("an amount in USD is a plain decimal such as 12.5")
+    return int(whole) * PICODOLLARS + int(part.ljust(12, "0"))
+
+
+class UnitPrices(NamedTuple):
+    """Prices that a person names: picodollars a token outside a batch, and what a batch costs of that."""
+
+    input_picodollars: int | Fraction
+    output_picodollars: int | Fraction
+    batch_share: Fraction = HALF_PRICE
+
+    @classmethod
+    def per_million(cls, input_usd: str, output_usd: str) -> UnitPrices:
+        """From USD for a million tokens, each a plain decimal.
+
+        Raises:
+            ValueError: not plain decimals.
+        """
+        return cls(Fraction(parse_usd(input_usd), 10**6), Fraction(parse_usd(output_usd), 10**6))
+
+    def cost(self, input_tokens: int | Fraction, output_tokens: int | Fraction) -> tuple[int, int]:
+        """Picodollars of these tokens in a batch, and outside; rounded once, so hand sums over, not rows."""
+        listed = Fraction(input_tokens * self.input_picodollars + output_tokens * self.output_picodollars)
+        return round(listed * self.batch_share), round(listed)
 
 
 def warm_up() -> None:
@@ -149,7 +169,7 @@ def _sum(rates: tuple[_Rates, ...], total: int, cached: int, output: int) -> int
 def _tariff(
     provider: str, model: str, batch: bool, assume_discount: bool, day: int, minute: int | None
 ) -> Any:  # _Tariff | None | _BY_THE_MINUTE, which no type can tell apart cheaply
-    provider_id = _PROVIDER_IDS.get(provider, provider)
+    provider_id = PROVIDER_IDS.get(provider, provider)
     when = datetime.fromordinal(day).replace(tzinfo=UTC) + timedelta(minutes=minute or 0)
     if not provider_id or not model:
         return None
@@ -170,7 +190,9 @@ def _tariff(
     if _has_batch_price(sample, when):
         return _Tariff(_learn(provider_id, model, when, _BATCH), listed, PriceBasis.PUBLISHED)
     if assume_discount and provider_id in HALF_PRICE_PROVIDERS:
-        halves = tuple(_Rates(rates.above, *(_whole(Fraction(rate) / 2) for rate in rates[1:])) for rates in listed)
+        halves = tuple(
+            _Rates(rates.above, *(_whole(Fraction(rate) * HALF_PRICE) for rate in rates[1:])) for rates in listed
+        )
         return _Tariff(halves, listed, PriceBasis.ASSUMED_DISCOUNT)
     return None
 

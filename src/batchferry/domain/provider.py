@@ -76,6 +76,9 @@ class BatchSnapshot:
     expires_at: datetime | None = None
     ended_at: datetime | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
+    usage: Usage | None = None
+    """Tokens of all rows together as the provider counted them, of rows whose answers got lost too; None where it
+    does not say."""
 
 
 class CallFailure(StrEnum):
@@ -96,9 +99,14 @@ class CallFailure(StrEnum):
     CONFLICT = "conflict"
     """409: the thing is in a state that forbids the call (a batch that has already ended)."""
     UNANSWERED = "unanswered"
-    """The call may have been carried out although no clear answer came. Only ``create`` reports this."""
+    """The call may have been carried out although no clear answer came. Only ``create`` and ``answer`` report
+    this."""
     PROTOCOL = "protocol"
     """The answer makes no sense (not JSON, wrong shape): keep the evidence, poll on, tell an operator."""
+
+
+TOO_LARGE_CODES = frozenset({"file_too_large", "request_too_large", "too_many_tasks"})
+"""Codes of calls and batches refused for their size: ours, Azure's and Anthropic's; OpenAI's is not documented."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +127,11 @@ class CallFailed:
     retry_after_s: float | None = None
     request_id: str | None = None
     is_definite: bool = False
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether it was refused for its size: half of it may be taken."""
+        return self.http_status == 413 or (self.code or "").lower() in TOO_LARGE_CODES
 
     @property
     def summary(self) -> str:
@@ -187,3 +200,16 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PaceHints:
+    """What an answer of the sync endpoint says of how fast it may be called; None where it says nothing."""
+
+    calls_left: int | None = None
+    """Calls that may still begin before ``calls_reset_s`` is over."""
+    calls_reset_s: float | None = None
+    tokens_left: int | None = None
+    tokens_reset_s: float | None = None
+    retry_after_s: float | None = None
+    """0 to a day; read against the answer's own ``Date`` where it was an instant."""

@@ -55,6 +55,7 @@ LINE_OVERHEAD_BYTES = 256
 IMAGE_TOKENS = 1_600
 """What an inline image is counted as, instead of the length of its base64 text."""
 
+_GENERATING = ("/completions", "/responses")
 _JSON_SPACE = b" \t\r\n"
 _BOM = b"\xef\xbb\xbf"
 
@@ -91,6 +92,7 @@ class RecordRule(StrEnum):
     BAD_HEADER = "bad_header"
     TIMESTAMP_MISSING = "timestamp_missing"
     TIMESTAMP_FUTURE = "timestamp_future"
+    MISSING_MAX_TOKENS = "missing_max_tokens"
 
 
 REMEDIES: Mapping[RecordRule, str] = {
@@ -123,6 +125,8 @@ REMEDIES: Mapping[RecordRule, str] = {
     RecordRule.BAD_HEADER: "correct the header, or leave it out to take the route's default",
     RecordRule.TIMESTAMP_MISSING: "produce with a timestamp, or set message.timestamp.type=LogAppendTime on the topic",
     RecordRule.TIMESTAMP_FUTURE: "correct the producer's clock, or set message.timestamp.type=LogAppendTime",
+    RecordRule.MISSING_MAX_TOKENS: "bound the answer: max_completion_tokens (chat), max_output_tokens (responses) or"
+    " max_tokens (completions)",
 }
 
 
@@ -404,6 +408,21 @@ def check_deadline(request: Request, t0: datetime, rules: RequestRules = DEFAULT
         f"header deadline lies more than the longest SLA, {rules.max_sla_s:g} s, after the record's time",
         request.custom_id,
     )
+
+
+def check_max_tokens(request: Request) -> BadRecord | None:
+    """Refuse a request that does not bound its answer's tokens; what is done about it is the route's to say.
+
+    Embeddings and moderations answer with no tokens, so they have nothing to bound.
+    """
+    if request.max_output_tokens is not None or not request.url.endswith(_GENERATING):
+        return None
+    return _bad(RecordRule.MISSING_MAX_TOKENS, "the request does not bound the tokens of its answer", request.custom_id)
+
+
+def has_answer_tokens(url: str) -> bool:
+    """Whether answers of this endpoint have tokens of their own: all but embeddings and moderations."""
+    return url.endswith(_GENERATING)
 
 
 def _bad(rule: RecordRule, message: str, custom_id: str | None = None) -> BadRecord:

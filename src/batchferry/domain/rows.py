@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import msgspec
 
-from batchferry.domain.provider import Usage
+from batchferry.domain.provider import CallFailed, PaceHints, Usage
 
 
 class RowClass(StrEnum):
@@ -24,7 +24,7 @@ class RowClass(StrEnum):
     MODEL_UNAVAILABLE = "model_unavailable"
     """The model does not exist or this account may not use it."""
     TRANSIENT = "transient"
-    """5xx, 429, overload, timeout, status 0, empty body: nothing is wrong with the row."""
+    """5xx, 429, overload, timeout, status 0, empty answer: nothing is wrong with the row."""
     UNREADABLE = "unreadable"
     """A result line named this row but could not be read."""
     EXPIRED = "expired"
@@ -43,6 +43,12 @@ class RowClass(StrEnum):
     """The answer is larger than the output topic accepts."""
     MAX_AGE = "max_age"
     """Older than the oldest age at which an answer is still wanted."""
+    LATE = "late"
+    """No batch could end before its deadline, and the route says that such a row is not to be run."""
+    SYNC_UNKNOWN = "sync_unknown"
+    """A call of the sync lane whose answer nobody read, and the route says that such a row is not to be run again."""
+    SPLIT = "split"
+    """Too long, and cut into parts that are requests of their own."""
     DUPLICATE = "duplicate"
     """The same request again while the first one was waiting; the outcome names the first."""
     BAD_RECORD = "bad_record"
@@ -53,10 +59,16 @@ class RowFlag(StrEnum):
     """Something a reader of a success should know."""
 
     TRUNCATED = "truncated"
+    """Cut by a token limit: more tokens are needed, the same request again would be cut again."""
     REFUSED = "refused"
+    """The model declined."""
     FILTERED = "filtered"
+    """The provider's content filter stopped the answer, or one of its choices."""
     TOOL_CALL_PENDING = "tool_call_pending"
+    """The model waits for the result of a tool, and a batch cannot go on from there: the caller must ask anew. A call
+    that the request itself forced, as is done for structured output, is an answer and not flagged."""
     EMPTY = "empty"
+    """The answer, or one of its choices, was run and billed but says nothing."""
     WASTE = "waste"
     SOURCE_DELETED = "source_deleted"
     """The input topic had deleted the request when its answer came: key, headers and custom_id are not known."""
@@ -80,6 +92,8 @@ class ResultLine(msgspec.Struct, frozen=True):
     flags: tuple[RowFlag, ...] = ()
     usage: Usage | None = None
     model: str | None = None
+    is_unknown: bool = False
+    """The row did not succeed, and no table knew what the provider said: it has the default class."""
 
     def __repr__(self) -> str:
         return f"ResultLine(wire_id={self.wire_id!r}, row_class={self.row_class.value!r}, code={self.code!r})"
@@ -91,3 +105,25 @@ class UnreadableLine:
 
     reason: str
     wire_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SyncAnswer:
+    """How one call of the sync endpoint ended: judged like a line of a result file, with what it says of the pace.
+
+    ``failure`` is set when the call did not end in a 2xx. ``line.wire_id`` is empty: there is only one row in a call.
+    """
+
+    line: ResultLine
+    failure: CallFailed | None = None
+    hints: PaceHints = field(default_factory=PaceHints)
+
+    @property
+    def may_have_run(self) -> bool:
+        """Whether the row may have been run, and billed, although nobody has its answer."""
+        failure = self.failure
+        return failure is not None and failure.http_status in UNCLEAR_STATUSES and not failure.is_definite
+
+
+UNCLEAR_STATUSES = frozenset({None, 408, 499, 504})
+"""No status at all, or one with which a gateway gives up waiting: behind it the row may have been run."""

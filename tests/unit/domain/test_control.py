@@ -10,20 +10,25 @@ from hypothesis import strategies as st
 
 from batchferry.domain.batchkey import BatchKey
 from batchferry.domain.control import (
+    CanaryVerdict,
     CancelWish,
     ControlEntry,
     ControlState,
     Flush,
     Hold,
     Lifted,
+    Poke,
+    RescueWish,
     SweepWish,
+    TokenLimit,
     account_scope,
     decode,
     encode,
     hold_key,
     key_scope,
+    shape_scope,
 )
-from batchferry.domain.ids import BatchId
+from batchferry.domain.ids import BatchId, ProviderBatchId
 
 NOW = datetime(2026, 1, 31, 18, 0, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
@@ -53,6 +58,16 @@ entries: st.SearchStrategy[ControlEntry] = st.one_of(
     st.builds(Flush, plain, instants),
     st.builds(SweepWish, plain, instants),
     st.builds(CancelWish, plain.map(BatchId), st.sampled_from(["fail", "requeue", "hold"]), instants),
+    st.builds(RescueWish, plain.map(BatchId), instants),
+    st.builds(
+        TokenLimit,
+        plain,
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
+        st.integers(1, 2**53),
+        instants,
+    ),
+    st.builds(CanaryVerdict, plain, st.booleans(), st.integers(0, 999), st.integers(0, 999), instants),
+    st.builds(Poke, plain.map(ProviderBatchId), instants),
 )
 
 
@@ -104,6 +119,10 @@ def test_every_record_twice_is_once(several: list[ControlEntry]):
         (b"cancel/x", b'{"at":0}'),
         (b"sweep/all", b"{}"),
         (b"limit/a/m", b"{}"),
+        (b"limit/a/m", b'{"tokens":"many","at":0}'),
+        (b"canary/s", b'{"good":true,"rows":1,"at":0}'),
+        (b"rescue/b", b"{}"),
+        (b"poke/b", b'{"at":"now"}'),
         (b"\xff", b"{}"),
         (b"\xff", None),
         (b"", b"{}"),
@@ -180,3 +199,37 @@ def test_flushes_and_cancel_wishes_are_kept_by_what_they_concern():
     )
     assert state.flushes == {KEY.digest: Flush(KEY.digest, NOW + MINUTE)}
     assert state.cancels == {BatchId("B1"): CancelWish(BatchId("B1"), "requeue", NOW)}
+
+
+def test_a_kind_of_prompt_is_held_without_its_key():
+    """Other prompts of the key go on; whoever asks for the key alone does not see it."""
+    shape, key = Hold(shape_scope("f00d"), "canary_bad", NOW), Hold(key_scope(KEY), "alarm", NOW)
+    state = state_of(shape)
+    assert state.standing(KEY, NOW) == state.standing(KEY, NOW, "beef") == []
+    assert state.standing(KEY, NOW, "f00d") == [shape]
+    assert state_of(shape, key).standing(KEY, NOW, "f00d") == [shape, key]
+
+
+def test_a_bad_verdict_beats_a_good_one_until_it_is_lifted():
+    """Two replicas may both sample: whichever record comes last, rows of a bad prompt do not go."""
+    good, bad = CanaryVerdict("f00d", True, 50, 1, NOW), CanaryVerdict("f00d", False, 50, 40, NOW)
+    assert state_of(good, bad).canaries == state_of(bad, good).canaries == {"f00d": bad}
+    assert state_of(bad, Lifted("canary/f00d"), good).canaries == {"f00d": good}
+
+
+def test_limits_wishes_and_pokes_are_kept_by_what_they_concern():
+    """A model may have a slash in its name; the newest record of each counts."""
+    limit = TokenLimit("a", "meta/llama-3", 5_000, NOW)
+    newer = TokenLimit("a", "meta/llama-3", 4_000, NOW + MINUTE)
+    state = state_of(
+        limit,
+        newer,
+        TokenLimit("a", "other", 1, NOW),
+        Lifted("limit/a/other"),
+        RescueWish(BatchId("B1"), NOW),
+        Poke(ProviderBatchId("p1"), NOW),
+        Poke(ProviderBatchId("p1"), NOW + MINUTE),
+    )
+    assert state.limits == {("a", "meta/llama-3"): newer}
+    assert state.rescues == {BatchId("B1"): RescueWish(BatchId("B1"), NOW)}
+    assert state.pokes == {ProviderBatchId("p1"): Poke(ProviderBatchId("p1"), NOW + MINUTE)}

@@ -24,6 +24,7 @@ from batchferry.domain.envelope import (
     render_event,
     render_failure,
     render_result,
+    render_split,
 )
 from batchferry.domain.errors import InvariantBroken
 from batchferry.domain.money import price_row
@@ -143,6 +144,19 @@ def test_envelope_failure_members():
         "truncated": False,
         "sha256": hashlib.sha256(b"abc").hexdigest(),
     }
+
+
+def test_envelope_split_members():
+    """A request that was cut has an outcome of its own: why, into how many parts, and no answer or quotation."""
+    line = answer(row_class=RowClass.TOO_LONG, http_status=400, code="context_length_exceeded", message="a b c")
+    found = json.loads(render_split(context(), line, 3))
+    assert found["error"] == {"class": "too_long", "code": "context_length_exceeded", "http_status": 400}
+    assert (found["kind"], found["status"], found["parts"]) == ("split", "split", 3)
+    assert found["outcome_id"] == "abcdefghjk-3-42"
+    assert not found.keys() & {"response", "original", "usage", "cost", "tried"}
+    assert b"a b c" not in render_split(context(), line, 3)
+    headers = dict(outcome_headers(context(), "split", NOW))
+    assert headers["ce_type"] == b"batchferry.request.split"
 
 
 def test_envelope_failure_of_a_bad_record():

@@ -251,6 +251,35 @@ def test_a_create_that_was_rejected_for_good_holds_the_key():
     assert effects == (DeleteInput(), HandRowsOn("create_rejected", hold="key"))
 
 
+TOO_LARGE = [
+    CallFailed("call", CallFailure.REJECTED, http_status=413),
+    CallFailed("call", CallFailure.REJECTED, http_status=400, code="file_too_large"),
+]
+
+
+@pytest.mark.parametrize("failure", TOO_LARGE, ids=["status", "code"])
+def test_a_batch_that_was_refused_for_its_size_goes_on_in_halves(failure: CallFailed):
+    """Neither the same file again nor a hold would help: the rows are handed on at once, the file is deleted."""
+    story = Story(S.UPLOADING)
+    assert story.tell(UploadFailed(failure)) == (HandRowsOn("too_large", halve=True),)
+    assert story.batch.state is S.REFUSED
+    story = Story(S.SUBMITTING, input_file_id=FILE, first_create_at=START)
+    assert story.tell(CreateRefused(failure)) == (DeleteInput(), HandRowsOn("too_large", halve=True))
+
+
+@pytest.mark.parametrize("failure", TOO_LARGE, ids=["status", "code"])
+def test_a_single_row_that_is_too_large_is_not_halved(failure: CallFailed):
+    """There is nothing to halve: it takes the way of every refusal, which ends in a hold that a person sees."""
+    story = Story(S.UPLOADING)
+    story.batch = replace(story.batch, rows=1)
+    hold, admit = story.tell(UploadFailed(failure))
+    assert isinstance(hold, Hold)
+    assert isinstance(admit, Admit)
+    story = Story(S.SUBMITTING, input_file_id=FILE, first_create_at=START)
+    story.batch = replace(story.batch, rows=1)
+    assert story.tell(CreateRefused(failure), after(600)) == (DeleteInput(), HandRowsOn("create_rejected", hold="key"))
+
+
 def test_account_trouble_at_create_holds_the_account_at_once():
     """Quota and billing are not waited out with a file: the account is held and the rows go back."""
     story = Story(S.SUBMITTING, input_file_id=FILE, first_create_at=START)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from decimal import Decimal
+from fractions import Fraction
 
 import pytest
 from genai_prices import Usage as TheirUsage
@@ -11,11 +12,25 @@ from genai_prices import calc_price
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchferry.domain.money import PICODOLLARS, PriceBasis, format_usd, price_row, to_microdollars, warm_up
+from batchferry.domain.money import (
+    HALF_PRICE,
+    PICODOLLARS,
+    Price,
+    PriceBasis,
+    UnitPrices,
+    format_usd,
+    parse_usd,
+    price_row,
+    warm_up,
+)
 from batchferry.domain.provider import Usage
 
 WHEN = datetime(2026, 11, 15, tzinfo=UTC)
 ROW = Usage(input_tokens=1000, output_tokens=500)
+
+
+def _usd(price: Price) -> tuple[str, str]:
+    return format_usd(price.picodollars), format_usd(price.list_picodollars)
 
 
 @pytest.mark.parametrize(
@@ -39,10 +54,10 @@ def test_money_worked_figures(provider: str, model: str, standard: str, batch: s
     """1,000 input and 500 output tokens cost what they should, in a batch and outside."""
     price = price_row(provider, model, ROW, WHEN, batch=True)
     assert price is not None
-    assert (price.usd, price.list_usd, price.basis.value) == (batch, standard, basis)
+    assert (*_usd(price), price.basis.value) == (batch, standard, basis)
     outside = price_row(provider, model, ROW, WHEN, batch=False)
     assert outside is not None
-    assert (outside.usd, outside.list_usd, outside.basis) == (standard, standard, PriceBasis.LIST)
+    assert (*_usd(outside), outside.basis) == (standard, standard, PriceBasis.LIST)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +87,7 @@ def test_money_before_the_batch_price_starts():
     """Before the data's batch prices begin the price is half the list price and says so, never silently full."""
     price = price_row("openai", "gpt-4o-mini", ROW, datetime(2026, 6, 1, tzinfo=UTC), batch=True)
     assert price is not None
-    assert (price.usd, price.basis) == ("0.000225", PriceBasis.ASSUMED_DISCOUNT)
+    assert (_usd(price)[0], price.basis) == ("0.000225", PriceBasis.ASSUMED_DISCOUNT)
 
 
 def test_money_tiers_by_row():
@@ -119,11 +134,11 @@ def test_money_same_as_the_library(model: str, total: int, part: float, output: 
     )
     assert price is not None
     assert Decimal(price.picodollars) == theirs.total_price * PICODOLLARS
-    assert Decimal(price.usd) == theirs.total_price
+    assert Decimal(_usd(price)[0]) == theirs.total_price
 
 
 def test_money_formats():
-    """Amounts are exact plain decimals; sums are rounded to microdollars only at the end."""
+    """Amounts are exact plain decimals, to the picodollar."""
     assert [format_usd(n) for n in (0, 1, 10**12, 1_500_000_000_000, 20_000)] == [
         "0",
         "0.000000000001",
@@ -131,5 +146,35 @@ def test_money_formats():
         "1.5",
         "0.00000002",
     ]
-    assert to_microdollars(sum([20_000] * 100)) == 2
     warm_up()
+
+
+@given(st.integers(0, 10**20))
+def test_money_reads_back_what_it_writes(picodollars: int):
+    """An amount as text and back is the same amount."""
+    assert parse_usd(format_usd(picodollars)) == picodollars
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1e3", "1.", ".5", "1.0000000000001", "1,000", "nan", "\u0661"])
+def test_money_refuses_other_texts(text: str):
+    """What is no plain decimal of dollars is refused, never half read."""
+    with pytest.raises(ValueError, match="plain decimal"):
+        parse_usd(text)
+
+
+def test_money_a_large_job_by_batch():
+    """The textbook sum: 21,000 rows that cost 87 USD one by one are 43.50 USD by batch."""
+    rows = 21_000
+    tokens = rows * 1_000
+    flat = UnitPrices(Fraction(parse_usd("87"), tokens), 0)
+    paid, listed = flat.cost(tokens, 0)
+    assert (format_usd(paid), format_usd(listed)) == ("43.5", "87")
+    assert Fraction(paid, listed) == HALF_PRICE
+
+
+def test_money_a_daily_job_by_batch():
+    """The textbook sum: 50,000 rows of 150 and 50 tokens at 5 and 10 USD: 62.50, by batch 31.25, 937.50 saved."""
+    rows = 50_000
+    paid, listed = UnitPrices.per_million("5", "10").cost(rows * 150, rows * 50)
+    assert (format_usd(listed), format_usd(paid)) == ("62.5", "31.25")
+    assert format_usd(30 * (listed - paid)) == "937.5"
