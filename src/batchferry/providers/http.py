@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import re
 import secrets
 import threading
 from collections import deque
@@ -12,12 +13,12 @@ from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 
 from batchferry.domain.errors import StoreUnavailable
-from batchferry.domain.provider import DownloadedFile
+from batchferry.domain.provider import DownloadedFile, PaceHints
 
 MAX_HINT_S = 86_400.0
 """A longer ``Retry-After`` is taken for a mistake and cut to a day."""
@@ -119,6 +120,60 @@ def retry_after_s(headers: httpx.Headers, now: datetime) -> float | None:
         if wish is None and (until := _http_date(text)) is not None:
             wish = (until - (_http_date(headers.get("date")) or now)).total_seconds()
     return None if wish is None else min(max(wish, 0.0), MAX_HINT_S)
+
+
+_UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "\u00b5s": 1e-6, "\u03bcs": 1e-6, "ns": 1e-9}
+_DURATION = re.compile(r"(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:h|ms|m|s|us|\u00b5s|\u03bcs|ns))+", re.ASCII)
+_DURATION_PART = re.compile(r"([0-9.]+)([a-z\u00b5\u03bc]+)", re.ASCII)
+_MAX_HINT_CHARS = 64
+
+
+def duration_s(text: str | None) -> float | None:
+    """Seconds of a duration such as ``6m0s``, ``20ms`` or ``1h2m3.5s``, 0 to a day; a bare number is in seconds.
+
+    The notation is Go's (https://pkg.go.dev/time#ParseDuration); some servers send bare seconds instead.
+    """
+    text = (text or "").strip()[:_MAX_HINT_CHARS]
+    if _DURATION.fullmatch(text):
+        seconds: float | None = sum(float(number) * _UNITS_S[unit] for number, unit in _DURATION_PART.findall(text))
+    else:
+        seconds = _seconds(text, 1.0)
+    return None if seconds is None or seconds < 0 else min(seconds, MAX_HINT_S)
+
+
+def _left(text: str | None) -> int | None:
+    """What is left of a limit; servers without one send a negative number, which says nothing."""
+    text = (text or "").strip()
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _MAX_HINT_CHARS else None
+
+
+def pace_hints(headers: httpx.Headers, now: datetime) -> PaceHints:
+    """What an answer says of how fast calls may follow; every header may be missing, and nonsense counts as missing.
+
+    Names and forms: https://platform.openai.com/docs/guides/rate-limits (headers), and ``retry_after_s``.
+    """
+    return PaceHints(
+        calls_left=_left(headers.get("x-ratelimit-remaining-requests")),
+        calls_reset_s=duration_s(headers.get("x-ratelimit-reset-requests")),
+        tokens_left=_left(headers.get("x-ratelimit-remaining-tokens")),
+        tokens_reset_s=duration_s(headers.get("x-ratelimit-reset-tokens")),
+        retry_after_s=retry_after_s(headers, now),
+    )
+
+
+class SendWatch:
+    """Sees whether a request's first byte went out; its ``note`` is a ``trace`` extension of httpx.
+
+    https://www.encode.io/httpcore/extensions/#trace: every event of a connection is named before it happens.
+    """
+
+    def __init__(self) -> None:
+        self.has_sent = False
+
+    async def note(self, event: str, _info: dict[str, Any]) -> None:
+        """Take one event, such as ``http11.send_request_headers.started``."""
+        if event.endswith("send_request_headers.started"):
+            self.has_sent = True
 
 
 def should_retry(headers: httpx.Headers) -> bool | None:

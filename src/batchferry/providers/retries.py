@@ -1,8 +1,8 @@
 """Which provider call is repeated after which failure, and when: one table.
 
 The machine has its own patience on top of this (polls come again, batches are made anew); what stands here only
-bridges the hiccups inside one call. ``CREATE`` has no line and gets none from a server hint either: creating is
-not idempotent, and a repeated create is a second bill.
+bridges the hiccups inside one call. ``SENT_ONCE`` have no line and get none from a server hint either: they are not
+idempotent, and a repeated one is a second bill.
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ class Call(StrEnum):
     CANCEL = "cancel"
     DOWNLOAD = "download"
     DELETE = "delete"
+    ANSWER = "answer"
+    """One row at the ordinary endpoint."""
+
+
+SENT_ONCE = frozenset({Call.CREATE, Call.ANSWER})
+"""Calls that go out once: what is lost on the way may have been carried out, and paid."""
 
 
 _BROKEN, _SLOWED, _ODD = CallFailure.UNAVAILABLE, CallFailure.THROTTLED, CallFailure.PROTOCOL
@@ -94,7 +100,7 @@ class CallRetries:
             rng: source of the jitter.
         """
         call = Call(failed.call)
-        if call is Call.CREATE or should_retry is False:
+        if call in SENT_ONCE or should_retry is False:
             return None
         pauses = self.pauses_s.get((call, failed.kind), self.urged_pauses_s if should_retry else ())
         if tries > len(pauses):

@@ -196,7 +196,7 @@ def answer(
         return _embeddings(body, model, input_tokens)
     if endpoint == MODERATIONS:
         return _moderation(body, digest, model, input_tokens)
-    text, wanted_tokens = _text(endpoint, body, digest, outcome, size), _token_limit(body)
+    text, wanted_tokens = _text(endpoint, body, digest, outcome, size), token_limit(body)
     truncated = outcome is Outcome.TRUNCATED
     if outcome is not Outcome.HUGE and wanted_tokens is not None and tokens_of_text(text) > wanted_tokens:
         text, truncated = text[: 4 * wanted_tokens], True
@@ -222,7 +222,8 @@ def answer(
     )
 
 
-def _token_limit(body: dict[str, Any]) -> int | None:
+def token_limit(body: dict[str, Any]) -> int | None:
+    """The most tokens that the body allows for an answer."""
     for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
         value = body.get(name)
         if isinstance(value, int):

@@ -289,7 +289,9 @@ class Surface:
         """The headers every answer has. ``date`` is virtual, as clients compare it with their clock."""
         response.headers["x-request-id"] = f"req_{secrets.token_hex(16)}"
         response.headers["openai-version"] = "2020-10-01"
-        response.headers["date"] = formatdate(self.world.clock.timestamp(), usegmt=True)
+        response.headers["date"] = formatdate(
+            self.world.clock.timestamp() + self.world.scenario.clock_ahead_s, usegmt=True
+        )
 
     # ----------------------------------------------------------------------------------------- files
 
@@ -378,11 +380,13 @@ class Surface:
         return JSONResponse({"object": "list", "data": models})
 
     async def _sync(self, request: Request, project: str) -> Response | None:
-        del project
         endpoint = request.url.path
-        text = await _read_body(request, self.world.scenario.limits.sync_body_bytes)
-        body = _sync_body(endpoint, text)
-        result = self.world.answer_now(endpoint, body, request.headers.get("x-client-request-id", ""))
+        with self.world.sync_gate.entered():
+            text = await _read_body(request, self.world.scenario.limits.sync_body_bytes)
+            body = _sync_body(endpoint, text)
+            paced = self.world.admit_sync(project, endpoint, body)
+            result = self.world.answer_now(endpoint, body, request.headers.get("x-client-request-id", ""))
+            await self.world.take_time()
         end, outcome = result.end, result.outcome
         if end is None or end.status == 0:
             return None
@@ -394,7 +398,7 @@ class Surface:
                 content = content[: len(content) * 3 // 5]
             elif outcome is Outcome.INVALID_UTF8:
                 content = broken_utf8(endpoint, end.body)
-        return Response(content, end.status, end.headers, media_type="application/json")
+        return Response(content, end.status, paced | end.headers, media_type="application/json")
 
 
 def _upload_fields(upload: Upload) -> tuple[str, int | None]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import heapq
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -18,6 +21,10 @@ class VirtualClock(Protocol):
 
     def now(self) -> datetime:
         """The virtual instant, aware UTC."""
+        ...
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait that many virtual seconds."""
         ...
 
     def describe(self) -> dict[str, Any]:
@@ -57,6 +64,10 @@ class SimClock:
         """See ``VirtualClock``."""
         return datetime.fromtimestamp(self.timestamp(), UTC)
 
+    async def sleep(self, seconds: float) -> None:
+        """See ``VirtualClock``."""
+        await asyncio.sleep(max(seconds, 0.0) / self.speed)
+
     def describe(self) -> dict[str, Any]:
         """See ``VirtualClock``."""
         return {
@@ -73,6 +84,9 @@ class ManualSimClock:
 
     def __init__(self, origin: datetime = datetime(2026, 11, 16, 8, 0, tzinfo=UTC)) -> None:
         self._now = origin
+        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._numbers = itertools.count()
+        self._slept = asyncio.Event()
 
     def advance(self, seconds: float) -> None:
         """Move forward.
@@ -83,6 +97,30 @@ class ManualSimClock:
         if seconds < 0:
             raise ValueError("a clock does not go back")
         self._now += timedelta(seconds=seconds)
+        while self._sleepers and self._sleepers[0][0] <= self.timestamp():
+            _, _, sleeper = heapq.heappop(self._sleepers)
+            if not sleeper.done():
+                sleeper.set_result(None)
+
+    @property
+    def sleepers(self) -> int:
+        """Calls that wait for this clock to be moved."""
+        return sum(not sleeper.done() for _, _, sleeper in self._sleepers)
+
+    async def sleep(self, seconds: float) -> None:
+        """See ``VirtualClock``; ends when the clock has been moved so far."""
+        if seconds <= 0:
+            return
+        sleeper = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._sleepers, (self.timestamp() + seconds, next(self._numbers), sleeper))
+        self._slept.set()
+        await sleeper
+
+    async def slept_on(self, count: int) -> None:
+        """Wait until so many calls wait for this clock."""
+        while self.sleepers < count:
+            self._slept.clear()
+            await self._slept.wait()
 
     def timestamp(self) -> float:
         """See ``VirtualClock``."""

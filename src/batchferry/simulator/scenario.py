@@ -217,6 +217,34 @@ class Limits(_Part):
     """Longer requests end as ``context_length_exceeded``."""
 
 
+class Outage(_Part):
+    """A time in which every synchronous call is refused; seconds count from the start of the simulator."""
+
+    start_s: Annotated[float, Field(ge=0)] = 0.0
+    for_s: Annotated[float, Field(gt=0)] = 600.0
+    status: Annotated[int, Field(ge=500, le=599)] = 503
+    retry_after_s: Annotated[float, Field(ge=0)] | None = None
+    """Named in the answers, in the form of ``retry_after``."""
+
+
+class SyncScript(_Part):
+    """What the synchronous endpoints take and how slow they are; nothing is limited unless it is said here."""
+
+    calls_per_minute: Annotated[int, Field(ge=1)] | None = None
+    """For each project and model; with ``x-ratelimit-*`` headers on every answer."""
+    tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
+    """The same for tokens: those of the prompt, and the most that the body allows for the answer."""
+    concurrent_calls: Annotated[int, Field(ge=1)] | None = None
+    """More at one time get 503."""
+    retry_after: Literal["seconds", "milliseconds", "date", "none"] = "seconds"
+    """How a 429 says when to come back; dates are of the clock that ``clock_ahead_s`` is about."""
+    outages: tuple[Outage, ...] = ()
+    latency_s: Annotated[float, Field(ge=0)] = 0.0
+    """Virtual seconds until a call is answered; it is run, and billed, at their beginning."""
+    latency_jitter: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """0.2 means up to 20 % more or less."""
+
+
 class Scenario(_Part):
     """Everything that can be scripted about the provider except transport faults."""
 
@@ -244,6 +272,10 @@ class Scenario(_Part):
     in_flight_rows: Annotated[int, Field(ge=0)] = 20
     """Rows that still finish after a cancel."""
     cancel_while_finalizing: Literal["cancels", "completes"] = "cancels"
+    sync: SyncScript = SyncScript()
+    clock_ahead_s: float = 0.0
+    """How far the clock of the servers in front is ahead of the truth (negative: behind): it writes ``Date`` and the
+    dates in ``Retry-After``."""
     show_usage: bool = True
     batch_models: tuple[str, ...] | None = None
     """Models that may be used in batches; None: every model."""

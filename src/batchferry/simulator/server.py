@@ -93,6 +93,7 @@ class _Parts:
     async def close(self) -> None:
         """Let held calls go, wait for work on the files, close them."""
         await self.faults.release_all()
+        self.world.let_go()
         await self.world.close()
         self.state.close()
         if self._temporary is not None:
@@ -305,6 +306,7 @@ class Simulator:
             return
         if self._parts is not None:
             await self._parts.faults.release_all()
+            self._parts.world.let_go()
         self._server.leave()
         await self._task
         self._server = self._task = None

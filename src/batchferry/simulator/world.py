@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchferry.simulator.answers import ANSWERED_ENDPOINTS
+from batchferry.simulator.answers import ANSWERED_ENDPOINTS, count_input_tokens, model_of, token_limit
 from batchferry.simulator.bill import Run, RunKind
 from batchferry.simulator.clock import VirtualClock
 from batchferry.simulator.errors import Refused
@@ -27,6 +27,7 @@ from batchferry.simulator.jsontext import canonical_json
 from batchferry.simulator.outcomes import HttpEnd, Row, decide, http_end
 from batchferry.simulator.scenario import DAY_S, Durations, JobError, Outcome, RowOutcome, Scenario, window_seconds
 from batchferry.simulator.state import SimBatch, SimFile, State, Status
+from batchferry.simulator.syncgate import SyncGate
 
 _log = logging.getLogger(__name__)
 
@@ -76,6 +77,9 @@ class World:
         self._settling = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._listeners: list[Listener] = []
+        self.sync_gate = SyncGate(scenario, clock)
+        self._sync_calls = 0
+        self._let_go = asyncio.Event()
         for batch in state.batches.values():
             self._schedule(batch)
 
@@ -431,6 +435,35 @@ class World:
         return batch
 
     # ------------------------------------------------------------------------------------------ sync
+
+    def admit_sync(self, project: str, endpoint: str, body: dict[str, Any]) -> dict[str, str]:
+        """Hold a call against the limits; the headers of its answer.
+
+        Raises:
+            Refused: 429.
+        """
+        asked = max(token_limit(body) or 0, 0)
+        tokens = count_input_tokens(endpoint, body) + asked
+        return self.sync_gate.admit(project, model_of(endpoint, body) or "", tokens)
+
+    async def take_time(self) -> None:
+        """Be as slow as the script says, in virtual time; ``let_go`` ends it at once."""
+        script = self.scenario.sync
+        self._sync_calls += 1
+        if script.latency_s <= 0 or self._let_go.is_set():
+            return
+        rng = random.Random(f"{self.seed}:latency:{self._sync_calls}")
+        seconds = script.latency_s * (1 + script.latency_jitter * rng.uniform(-1, 1))
+        waits = [asyncio.create_task(self.clock.sleep(seconds)), asyncio.create_task(self._let_go.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    def let_go(self) -> None:
+        """Answer the slow calls now, and all later ones without delay."""
+        self._let_go.set()
 
     def answer_now(self, endpoint: str, body: dict[str, Any], client_id: str) -> SyncEnd:
         """Answer one synchronous call and book it. ``client_id`` is what rules on wire ids look at."""

@@ -35,8 +35,13 @@ def read(body: object, endpoint: str = CHAT, status: object = 200) -> ResultLine
     return got
 
 
-def chat(finish_reason="stop", content="hi", **message):
-    """A chat answer of one choice."""
+USAGE = {"prompt_tokens": 12, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
+UNCOUNTED = object()
+
+
+def chat(finish_reason="stop", content="hi", made=3, thought=None, **message):
+    """A chat answer of one choice, with so many tokens of output and of reasoning."""
+    usage = USAGE | {"completion_tokens": made, "completion_tokens_details": {"reasoning_tokens": thought}}
     return {
         "object": "chat.completion",
         "model": "m-1",
@@ -47,7 +52,7 @@ def chat(finish_reason="stop", content="hi", **message):
                 "message": {"role": "assistant", "content": content, **message},
             }
         ],
-        "usage": {"prompt_tokens": 12, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}},
+        "usage": None if made is UNCOUNTED else usage,
     }
 
 
@@ -84,10 +89,27 @@ CALLS = [{"id": "call_1", "type": "function", "function": {"name": "f", "argumen
         (chat("content_filter", "half an ans"), RowClass.SUCCEEDED, (RowFlag.FILTERED,)),
         (chat("content_filter", ""), RowClass.CONTENT_FILTERED, (RowFlag.FILTERED, RowFlag.EMPTY)),
         (chat("tool_calls", None, tool_calls=CALLS), RowClass.SUCCEEDED, (RowFlag.TOOL_CALL_PENDING,)),
-        (chat("stop", "text", tool_calls=CALLS), RowClass.SUCCEEDED, (RowFlag.TOOL_CALL_PENDING,)),
-        (chat("stop", None, function_call={"name": "f"}), RowClass.SUCCEEDED, (RowFlag.TOOL_CALL_PENDING,)),
+        (chat("tool_calls", "I look.", tool_calls=CALLS), RowClass.SUCCEEDED, (RowFlag.TOOL_CALL_PENDING,)),
+        (chat("function_call", None, function_call={"name": "f"}), RowClass.SUCCEEDED, (RowFlag.TOOL_CALL_PENDING,)),
+        (chat("tool_use", None, tool_calls=CALLS), RowClass.SUCCEEDED, (RowFlag.TOOL_CALL_PENDING,)),
+        (chat(None, None, tool_calls=CALLS), RowClass.SUCCEEDED, (RowFlag.TOOL_CALL_PENDING,)),
+        # The request named the function, so the call is the answer.
+        (chat("stop", None, tool_calls=CALLS), RowClass.SUCCEEDED, ()),
+        (chat("STOP", None, tool_calls=CALLS), RowClass.SUCCEEDED, ()),
+        (chat("stop", "text", tool_calls=CALLS), RowClass.SUCCEEDED, ()),
+        (chat("stop", None, function_call={"name": "f"}), RowClass.SUCCEEDED, ()),
+        # A call whose arguments are cut waits for nobody.
+        (chat("length", None, tool_calls=CALLS), RowClass.SUCCEEDED, (RowFlag.TRUNCATED,)),
         (chat("stop", None, audio={"id": "a"}), RowClass.SUCCEEDED, ()),
-        (chat() | {"choices": []}, RowClass.SUCCEEDED, (RowFlag.EMPTY,)),
+        (chat("stop", "", images=[{"type": "image_url"}]), RowClass.SUCCEEDED, ()),
+        # Words of compatible servers.
+        (chat("model_length", "half"), RowClass.SUCCEEDED, (RowFlag.TRUNCATED,)),
+        (chat("model_context_window_exceeded", "half"), RowClass.SUCCEEDED, (RowFlag.TRUNCATED,)),
+        (chat("max_tokens", "half"), RowClass.SUCCEEDED, (RowFlag.TRUNCATED,)),
+        (chat("time_limit", "half"), RowClass.SUCCEEDED, (RowFlag.TRUNCATED,)),
+        (chat("sensitive", "half"), RowClass.SUCCEEDED, (RowFlag.FILTERED,)),
+        (chat("sensitive", ""), RowClass.CONTENT_FILTERED, (RowFlag.FILTERED, RowFlag.EMPTY)),
+        (chat("eos"), RowClass.SUCCEEDED, ()),
         (
             chat()
             | {
@@ -101,12 +123,82 @@ CALLS = [{"id": "call_1", "type": "function", "function": {"name": "f", "argumen
             RowClass.SUCCEEDED,
             (RowFlag.FILTERED, RowFlag.EMPTY),
         ),
+        # Of several choices one broke off: the row has an answer, and the flag tells of the other.
+        (
+            chat() | {"choices": [*chat("error", "half")["choices"], *chat()["choices"]]},
+            RowClass.SUCCEEDED,
+            (RowFlag.TRUNCATED,),
+        ),
+        (
+            chat() | {"choices": [*chat("error", "")["choices"], *chat()["choices"]]},
+            RowClass.SUCCEEDED,
+            (RowFlag.EMPTY,),
+        ),
     ],
 )
 def test_chat_flags(body, row_class, flags):
     """Each way in which a chat answer is less than an answer has its flag; of several choices the worst counts."""
     got = read(body)
     assert (got.row_class, got.flags) == (row_class, flags)
+
+
+CUT = (RowClass.SUCCEEDED, (RowFlag.TRUNCATED, RowFlag.EMPTY), None)
+SILENT = (RowClass.SUCCEEDED, (RowFlag.EMPTY,), None)
+NOTHING = (RowClass.TRANSIENT, (), "empty_answer")
+BLOCKED = (RowClass.CONTENT_FILTERED, (RowFlag.FILTERED, RowFlag.EMPTY), None)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        # A token limit: billed, and the same again would end the same way.
+        (chat("length", ""), CUT),
+        (chat("length", None, made=0), CUT),
+        (chat("length", "", made=UNCOUNTED), CUT),
+        (chat("length", "", made=500, thought=500), CUT),
+        # Every token went into reasoning, whatever the server calls the end.
+        (chat("stop", "", made=500, thought=500), CUT),
+        (chat(None, "", made=500, thought=500), CUT),
+        (chat("stop", None, made=500, thought=512), CUT),
+        # The model ended by itself and was billed, or the server does not count.
+        (chat("stop", "", made=3), SILENT),
+        (chat("stop", "", made=500, thought=499), SILENT),
+        (chat("stop", "", made=3, thought=0), SILENT),
+        (chat("stop", "", made=UNCOUNTED), SILENT),
+        (chat("stop", " \n", made=2), SILENT),
+        (chat("eos", "", made=1), SILENT),
+        # It ended having made no token: servers under load do that.
+        (chat("stop", "", made=0), NOTHING),
+        (chat("stop", "", made=0, thought=0), NOTHING),
+        # Nobody says that it ended.
+        (chat(None, "", made=3), NOTHING),
+        (chat(None, "", made=0), NOTHING),
+        (chat(None, None, made=UNCOUNTED), NOTHING),
+        (chat() | {"choices": []}, NOTHING),
+        (chat(made=0) | {"choices": []}, NOTHING),
+        (chat(made=500, thought=500) | {"choices": []}, NOTHING),
+        ({"object": "chat.completion", "model": "m-1"}, NOTHING),
+        ({"choices": [{"index": 0}], "model": "m-1"}, NOTHING),
+        # It announces calls and makes none.
+        (chat("tool_calls", None, made=9), NOTHING),
+        (chat("tool_calls", "", made=9, tool_calls=[]), NOTHING),
+        # The server broke off, with nothing or with half a text.
+        *[
+            (chat(reason, text), (RowClass.TRANSIENT, (), "broken_off"))
+            for reason in ("error", "abort", "cancelled", "network_error", "insufficient_system_resource")
+            for text in ("", "half a te")
+        ],
+        # A filter.
+        (chat("content_filter", "", made=0), BLOCKED),
+        (chat("content_filter", None, made=UNCOUNTED), BLOCKED),
+    ],
+)
+def test_an_answer_that_says_nothing(body, expected):
+    """Filter, token limit, silence by choice and a hole are told apart by the end's reason and the usage."""
+    got = read(body)
+    assert (got.row_class, got.flags, got.code) == expected
+    assert got.body == json.dumps(body).encode()
+    assert not got.is_unknown
 
 
 def message(*parts, kind="message"):
@@ -116,6 +208,7 @@ def message(*parts, kind="message"):
 
 TEXT, NO_TEXT = {"type": "output_text", "text": "a"}, {"type": "output_text", "text": ""}
 REASONING = {"type": "reasoning", "summary": [], "content": None}
+CALL = {"type": "function_call", "name": "f", "arguments": "{}"}
 
 
 @pytest.mark.parametrize(
@@ -123,7 +216,40 @@ REASONING = {"type": "reasoning", "summary": [], "content": None}
     [
         ({"status": "completed", "output": [REASONING, message(TEXT)]}, RowClass.SUCCEEDED, (), None),
         ({"status": "completed", "output": [message(NO_TEXT)]}, RowClass.SUCCEEDED, (RowFlag.EMPTY,), None),
-        ({"status": "completed", "output": []}, RowClass.SUCCEEDED, (RowFlag.EMPTY,), None),
+        ({"status": "completed", "output": [REASONING]}, *SILENT),
+        ({"status": "completed", "output": []}, *NOTHING),
+        ({"output": [message(NO_TEXT)]}, *NOTHING),
+        ({"object": "response"}, *NOTHING),
+        ({"status": "completed", "output": [message(NO_TEXT)], "usage": {"output_tokens": 0}}, *NOTHING),
+        ({"status": "completed", "output": [], "usage": {"output_tokens": 5}}, *SILENT),
+        (
+            {
+                "status": "completed",
+                "output": [REASONING],
+                "usage": {"output_tokens": 64, "output_tokens_details": {"reasoning_tokens": 64}},
+            },
+            *CUT,
+        ),
+        ({"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}, *CUT),
+        ({"status": "incomplete", "incomplete_details": None, "output": []}, *CUT),
+        (
+            {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}, "output": [CALL]},
+            RowClass.SUCCEEDED,
+            (RowFlag.TRUNCATED,),
+            None,
+        ),
+        *[
+            ({"status": "completed", "tool_choice": choice, "output": [item]}, RowClass.SUCCEEDED, flags, None)
+            for choice, item, flags in (
+                ("auto", CALL, (RowFlag.TOOL_CALL_PENDING,)),
+                ("required", CALL, (RowFlag.TOOL_CALL_PENDING,)),
+                ({"type": "allowed_tools", "mode": "required"}, CALL, (RowFlag.TOOL_CALL_PENDING,)),
+                ({"type": "function", "name": "f"}, CALL, ()),
+                ({"type": "custom", "name": "f"}, {"type": "custom_tool_call", "name": "f"}, ()),
+                ({"type": "function", "name": "f"}, {"type": "mcp_approval_request"}, (RowFlag.TOOL_CALL_PENDING,)),
+                ({"type": "shell"}, {"type": "shell_call"}, (RowFlag.TOOL_CALL_PENDING,)),
+            )
+        ],
         ({"status": "completed", "output": [{"type": "message", "content": "plain"}]}, RowClass.SUCCEEDED, (), None),
         ({"status": "completed", "output": [{"type": "image_generation_call"}]}, RowClass.SUCCEEDED, (), None),
         (
@@ -176,6 +302,20 @@ REASONING = {"type": "reasoning", "summary": [], "content": None}
         ),
         ({"status": "failed", "error": None}, RowClass.TRANSIENT, (), "response_failed"),
         ({"status": "in_progress"}, RowClass.TRANSIENT, (), "response_in_progress"),
+        ({"status": "queued"}, RowClass.TRANSIENT, (), "response_queued"),
+        ({"status": "cancelled"}, RowClass.TRANSIENT, (), "response_cancelled"),
+        *[
+            ({"status": "failed", "error": {"code": code, "message": "m"}, "output": []}, row_class, (), code)
+            for code, row_class in (
+                ("rate_limit_exceeded", RowClass.TRANSIENT),
+                ("vector_store_timeout", RowClass.TRANSIENT),
+                ("insufficient_quota", RowClass.ACCOUNT),
+                ("context_length_exceeded", RowClass.TOO_LONG),
+                ("bio_policy", RowClass.CONTENT_FILTERED),
+                ("invalid_image_url", RowClass.INVALID_REQUEST),
+                ("data_residency_mismatch", RowClass.INVALID_REQUEST),
+            )
+        ],
         ({"status": "completed", "error": None, "output": [message(TEXT)]}, RowClass.SUCCEEDED, (), None),
     ],
 )
@@ -186,12 +326,25 @@ def test_responses(members, row_class, flags, code):
 
 
 @pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        ("/v1/embeddings", {"object": "list", "data": [], "usage": {"prompt_tokens": 7, "total_tokens": 7}}),
+        ("/v1/embeddings", {"object": "list", "model": "e"}),
+        ("/v1/moderations", {"results": [], "model": "omni"}),
+        ("/v1/completions", {"choices": [], "model": "m-1"}),
+    ],
+)
+def test_an_answer_without_its_one_member(endpoint, body):
+    """Embeddings, moderations and completions that bring none are a hole: the row may go again."""
+    got = read(body, endpoint)
+    assert (got.row_class, got.flags, got.code) == NOTHING
+
+
+@pytest.mark.parametrize(
     ("endpoint", "body", "flags"),
     [
         ("/v1/embeddings", {"object": "list", "data": [{"embedding": [0.1]}]}, ()),
-        ("/v1/embeddings", {"object": "list", "data": []}, (RowFlag.EMPTY,)),
         ("/v1/moderations", {"results": [{"flagged": False}]}, ()),
-        ("/v1/moderations", {"results": []}, (RowFlag.EMPTY,)),
         ("/v1/completions", {"choices": [{"text": "a", "finish_reason": "stop"}]}, ()),
         ("/v1/completions", {"choices": [{"text": "a", "finish_reason": "length"}]}, (RowFlag.TRUNCATED,)),
         ("/v1/completions", {"choices": [{"text": "", "finish_reason": "stop"}]}, (RowFlag.EMPTY,)),
@@ -264,8 +417,8 @@ def test_a_row_error_sits_in_the_body():
         ({"response": None, "error": {"code": "batch_expired", "message": "m"}}, RowClass.EXPIRED, "batch_expired", None),
         ({"error": {"code": "batch_cancelled", "message": "m"}}, RowClass.CANCELLED, "batch_cancelled", None),
         ({"response": None, "error": {"code": "request_timeout"}}, RowClass.TRANSIENT, "request_timeout", None),
-        ({"response": None, "error": None}, RowClass.TRANSIENT, "no_outcome", None),
-        ({}, RowClass.TRANSIENT, "no_outcome", None),
+        ({"response": None, "error": None}, RowClass.TRANSIENT, "no_response_no_error", None),
+        ({}, RowClass.TRANSIENT, "no_response_no_error", None),
         ({"response": {"status_code": 0, "request_id": None, "body": None}}, RowClass.TRANSIENT, None, 0),
         ({"response": {"status_code": 503, "body": "upstream gone"}}, RowClass.TRANSIENT, None, 503),
         ({"response": {"status_code": 429, "body": {"error": {"code": "insufficient_quota"}}}}, RowClass.ACCOUNT, "insufficient_quota", 429),
@@ -290,6 +443,38 @@ def test_failures_in_every_shape(line, row_class, code, status):
     got = read_line(json.dumps({"custom_id": ID, **line}).encode(), CHAT)
     assert isinstance(got, ResultLine)
     assert (got.wire_id, got.row_class, got.code, got.http_status) == (ID, row_class, code, status)
+
+
+@pytest.mark.parametrize(
+    ("line", "row_class", "is_unknown"),
+    [
+        ({"response": {"status_code": 400, "body": {"error": {"code": "brand_new"}}}}, RowClass.INVALID_REQUEST, True),
+        ({"response": {"status_code": 418, "body": {"error": {"message": "m"}}}}, RowClass.INVALID_REQUEST, True),
+        ({"response": {"status_code": 500, "body": {"error": {"code": "brand_new"}}}}, RowClass.TRANSIENT, True),
+        ({"response": None, "error": {"code": "brand_new"}}, RowClass.TRANSIENT, True),
+        ({"response": None, "error": {"message": "m"}}, RowClass.TRANSIENT, True),
+        ({"response": {"body": {"mystery": 1, "more": "members"}}}, RowClass.TRANSIENT, True),
+        ({"response": {"status_code": 400, "body": {"error": {"type": "invalid_request_error"}}}}, RowClass.INVALID_REQUEST, False),
+        ({"response": {"status_code": 500, "body": None}}, RowClass.TRANSIENT, False),
+        ({"response": {"status_code": 0, "body": None}}, RowClass.TRANSIENT, False),
+        ({"response": None, "error": None}, RowClass.TRANSIENT, False),
+        ({"response": {"status_code": 200, "body": {}}}, RowClass.TRANSIENT, False),
+        ({"response": {"status_code": 200, "body": chat()}}, RowClass.SUCCEEDED, False),
+        ({"response": {"status_code": 200, "body": chat("a_new_reason")}}, RowClass.SUCCEEDED, False),
+    ],
+)  # fmt: skip
+def test_what_no_table_knows_is_marked(line, row_class, is_unknown):
+    """A failed row that only has the default class says so, for a metric; a known one and a success do not."""
+    got = read_line(json.dumps({"custom_id": ID, **line}).encode(), CHAT)
+    assert isinstance(got, ResultLine)
+    assert (got.row_class, got.is_unknown) == (row_class, is_unknown)
+
+
+def test_an_unknown_status_of_a_response_is_marked():
+    """The responses endpoint's own status words are known; another one is no answer either, and counts as unknown."""
+    assert not read({"object": "response", "status": "in_progress"}, RESPONSES).is_unknown
+    got = read({"object": "response", "status": "pondering"}, RESPONSES)
+    assert (got.row_class, got.code, got.is_unknown) == (RowClass.TRANSIENT, "response_pondering", True)
 
 
 def test_a_success_may_leave_members_out():

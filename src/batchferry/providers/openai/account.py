@@ -61,6 +61,8 @@ class OpenAIAccount:
     retries: CallRetries = DEFAULT_RETRIES
     max_connections: int = 8
     """Calls at one time; a further one waits ``pool_s``."""
+    max_sync_connections: int = 16
+    """Calls of the sync lane at one time; they have connections of their own, so that polls never wait for them."""
     max_upload_bytes: int = 200_000_000
     """Largest input file (OpenAI: 200 MB for a batch)."""
     max_download_bytes: int = 8_000_000_000
@@ -102,7 +104,13 @@ class OpenAIAccount:
         for name, value in {**self.headers, **own}.items():
             if not name.isascii() or not name.isprintable() or not value.isascii() or not value.isprintable():
                 faults.append(f"header {name!r} holds line breaks or non-ASCII characters: remove them")
-        bounds = ("max_connections", "max_upload_bytes", "max_download_bytes", "max_answer_bytes")
+        bounds = (
+            "max_connections",
+            "max_sync_connections",
+            "max_upload_bytes",
+            "max_download_bytes",
+            "max_answer_bytes",
+        )
         faults.extend(f"{bound} must be at least 1" for bound in bounds if getattr(self, bound) < 1)
         if not 1 <= self.list_page_size <= 100:
             faults.append("list_page_size must be 1 to 100")

@@ -34,13 +34,14 @@ from batchferry.domain.provider import (
     LineError,
     UploadedFile,
 )
-from batchferry.domain.rows import ResultLine, UnreadableLine
+from batchferry.domain.rows import ResultLine, SyncAnswer, UnreadableLine
 from batchferry.ports import Clock, UploadSource
 from batchferry.providers import http
 from batchferry.providers.openai import errors, wire
 from batchferry.providers.openai.account import OpenAIAccount
 from batchferry.providers.openai.classes import classify_batch_code
 from batchferry.providers.openai.lines import read_line
+from batchferry.providers.openai.synccall import SyncCaller
 from batchferry.providers.retries import Call
 
 _T = TypeVar("_T")
@@ -98,13 +99,13 @@ class OpenAIProvider:
             connect=times.connect_s, read=times.download_read_s, write=times.write_s, pool=times.pool_s
         )
 
-        def client(kept_alive: int) -> httpx.AsyncClient:
+        def client(connections: int, kept_alive: int) -> httpx.AsyncClient:
             return httpx.AsyncClient(
                 transport=transport,
                 verify=tls,
                 timeout=self._timeout,
                 limits=httpx.Limits(
-                    max_connections=account.max_connections,
+                    max_connections=connections,
                     max_keepalive_connections=kept_alive,
                     keepalive_expiry=KEEP_ALIVE_S,
                 ),
@@ -112,9 +113,20 @@ class OpenAIProvider:
                 follow_redirects=False,
             )
 
-        self._client = client(account.max_connections)
+        self._client = client(account.max_connections, account.max_connections)
         # A create on a kept-alive connection that the server has just closed would count as unanswered.
-        self._create_client = client(0)
+        self._create_client = client(account.max_connections, 0)
+        self._sync_client = client(account.max_sync_connections, 0)
+        self._sync = SyncCaller(
+            client=self._sync_client,
+            base_url=self._base,
+            headers=self._headers,
+            query=dict(account.query),
+            max_answer_bytes=account.max_answer_bytes,
+            is_watched=transport is None,
+            now=clock.now,
+            note=self._skew.note,
+        )
 
     # ------------------------------------------------------------------------------------- the calls
 
@@ -265,6 +277,16 @@ class OpenAIProvider:
 
         return await self._patiently(attempt)
 
+    async def answer(self, endpoint: str, body: bytes, timeout_s: float) -> SyncAnswer:
+        """Run one row now: sent once and unchanged, over a connection of its own.
+
+        Args:
+            endpoint: as in the row; what follows its version is put behind the base address.
+            body: the request body.
+            timeout_s: real seconds for the whole call, the wait for a connection included.
+        """
+        return await self._sync.call(endpoint, body, timeout_s)
+
     # --------------------------------------------------------------------------------------- the lines
 
     def render_line(self, url: str, body: bytes) -> bytes:
@@ -296,6 +318,7 @@ class OpenAIProvider:
         """Close all connections."""
         await self._client.aclose()
         await self._create_client.aclose()
+        await self._sync_client.aclose()
 
     # ----------------------------------------------------------------------------------------- inside
 

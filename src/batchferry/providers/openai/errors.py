@@ -21,6 +21,9 @@ from batchferry.providers.retries import Call
 REFUSALS = frozenset({400, 401, 403, 404, 413, 422, 429})
 """Statuses that, with the provider's own error body, say that nothing was done."""
 
+GATEWAY_PAGE = "gateway_page"
+"""Our code for a 404 that is some gateway's web page."""
+
 _OTHER_FAULT_OF_FILE_PARAM = frozenset({"missing_required_parameter", "invalid_type"})
 _UNSEEN = re.compile(
     r"\b(?:no such|unknown|not found|not exist|not available|not have access|(?:cannot|can't|could not) find)\b",
@@ -38,7 +41,7 @@ def broken(call: Call, fault: http.Fault) -> CallFailed:
     """A call without a whole answer."""
     if fault.never_sent:
         return CallFailed(call, CallFailure.UNAVAILABLE, code=fault.code, is_definite=True)
-    if call is Call.CREATE:
+    if call is Call.CREATE or (call is Call.ANSWER and not fault.makes_no_sense):
         return CallFailed(call, CallFailure.UNANSWERED, code=fault.code)
     return CallFailed(call, CallFailure.PROTOCOL if fault.makes_no_sense else CallFailure.UNAVAILABLE, code=fault.code)
 
@@ -64,7 +67,7 @@ def refused(
     kind = _kind(call, status, facts, file_id)
     if status == 404 and not is_own and "html" in headers.get("content-type", "").lower():
         # A web page is some gateway's. Taking it for "gone" would let a batch start from a file we believe deleted.
-        kind, code = CallFailure.UNAVAILABLE, "gateway_page"
+        kind, code = CallFailure.UNAVAILABLE, GATEWAY_PAGE
     if call is Call.CREATE and not is_definite:
         kind = CallFailure.UNANSWERED
     return CallFailed(

@@ -10,6 +10,19 @@ does not allow: bytes that are no UTF-8 become U+FFFD, raw control characters in
 escape, ``NaN`` and ``Infinity`` become ``null``, a byte order mark and NUL padding around the line are dropped. An
 escaped half of a surrogate pair is allowed by the JSON grammar (though many parsers refuse it) and stays. A line
 that cannot be mended is an ``UnreadableLine``, with the wire id if a ``custom_id`` can still be seen in it.
+
+**An answer that says nothing** is judged by what the server says of its end and of the tokens, in this order:
+
+- stopped by the content filter: ``CONTENT_FILTERED``.
+- stopped by a token limit, or every token spent on reasoning: a success with ``TRUNCATED`` and ``EMPTY``. It was
+  billed, and the same request again would end the same way; only a larger limit helps, which is for the caller.
+- the model ended by itself, having made tokens (or the server does not count): a success with ``EMPTY``. Silence can
+  be an answer ("list all names in this text"), and it was billed.
+- all else: ``TRANSIENT``, with ``empty_answer``. Nobody says that the model ended, or it ended having made no token
+  at all: servers under load do that, nothing or little was billed, and a second try usually answers.
+
+**Several choices**: their flags add up, and the row is an answer if one of them is. What was broken off by the server
+itself (``BROKEN_REASONS``) is no answer, even with half a text: the row goes again, the half text stays as evidence.
 """
 
 from __future__ import annotations
@@ -26,8 +39,24 @@ from msgspec import Raw, Struct
 from batchferry.domain.ids import parse_wire_id
 from batchferry.domain.provider import Usage
 from batchferry.domain.rows import ResultLine, RowClass, RowFlag, UnreadableLine
-from batchferry.providers.openai.classes import NO_FACTS, ErrorFacts, classify_row
-from batchferry.providers.openai.wire import NotOurShape, body_error, error_facts, read_json, safe_code
+from batchferry.providers.openai.classes import (
+    BROKEN_REASONS,
+    CALL_REASONS,
+    FILTERED_REASONS,
+    NO_FACTS,
+    TRUNCATED_REASONS,
+    UNANSWERED_STATUSES,
+    ErrorFacts,
+    OurCode,
+    classify_row,
+)
+from batchferry.providers.openai.wire import (
+    NotOurShape,
+    body_error,
+    error_facts,
+    read_json,
+    safe_code,
+)
 
 _NOTHING = frozenset({b"", b"null", b'""', b"[]", b"{}", b"false"})
 """JSON values that say nothing where text, parts or an error could stand."""
@@ -82,6 +111,7 @@ class _Message(Struct, gc=False):
     tool_calls: list[Raw] | None = None
     function_call: dict[str, Raw] | None = None
     audio: dict[str, Raw] | None = None
+    images: list[Raw] | None = None
 
 
 class _Choice(Struct, gc=False):
@@ -122,12 +152,38 @@ class _ResultsBody(_Body, gc=False):
     results: list[Raw] | None = None
 
 
+class _Made(Struct, gc=False):
+    reasoning_tokens: int | None = None
+
+
+class _Spent(Struct, gc=False):
+    """The tokens of the answer, in both vocabularies."""
+
+    completion_tokens: int | None = None
+    completion_tokens_details: _Made | None = None
+    output_tokens: int | None = None
+    output_tokens_details: _Made | None = None
+
+
+class _SpentBody(Struct, gc=False):
+    """What is read a second time, only of an answer that says nothing."""
+
+    usage: _Spent | None = None
+
+
+class _ToolChoiceBody(Struct, gc=False):
+    """What is read a second time, only of an answer that is a call."""
+
+    tool_choice: _Part | None = None
+
+
 class _Findings(NamedTuple):
     """What a 2xx body says: no class means a success."""
 
     flags: tuple[RowFlag, ...] = ()
     row_class: RowClass | None = None
     code: str | None = None
+    is_unknown: bool = False
 
 
 def _says(raw: Raw | bytes) -> bool:
@@ -135,43 +191,62 @@ def _says(raw: Raw | bytes) -> bool:
     if raw is _ABSENT:
         return False
     given = bytes(raw)
-    return len(given) > _NOTHING_BYTES or given.translate(None, b" \t\r\n") not in _NOTHING
+    if len(given) > _NOTHING_BYTES:
+        return True
+    if b"\\" in given:
+        given = given.replace(b"\\n", b"").replace(b"\\r", b"").replace(b"\\t", b"")
+    return given.translate(None, b" \t\r\n") not in _NOTHING
 
 
 # -------------------------------------------------------------------------------- one reader a shape
 
 _ANSWERED = _Findings()
-_EMPTY = _Findings((RowFlag.EMPTY,))
+_NOTHING_AT_ALL = _Findings((), RowClass.TRANSIENT, OurCode.EMPTY_ANSWER.value)
+_BROKEN_OFF = _Findings((), RowClass.TRANSIENT, OurCode.BROKEN_OFF.value)
 
 
-def _judge_choices(body: _ChoicesBody) -> _Findings:
-    """Chat and plain completions. With several choices the worst counts: their flags add up."""
+def _judge_choices(body: _ChoicesBody, readable: bytes) -> _Findings:
+    """Chat and plain completions.
+
+    A call that the request forced by naming its function ends with ``stop``, at OpenAI as at vLLM (its pull requests
+    25054 and 49496 compare them), while one of the model's own, or of ``required``, ends with ``tool_calls``.
+    """
     if not body.choices:
-        return _EMPTY
+        return _NOTHING_AT_ALL
     flags: list[RowFlag] = []
-    answered = False
+    answered = broken = ended = False
     for choice in body.choices:
         message, reason = choice.message, choice.finish_reason
         has_text, refused, calls = _says(choice.text), False, False
         if message is not None:
-            has_text = has_text or _says(message.content) or bool(message.audio)
+            has_text = has_text or _says(message.content) or bool(message.audio or message.images)
             refused = bool(message.refusal)
             calls = bool(message.tool_calls or message.function_call)
-        if reason == "stop" and has_text and not refused and not calls:
+        if reason == "stop" and (has_text or calls) and not refused:
             answered = True
             continue
-        if reason == "length":
+        reason = (reason or "").lower()
+        says = has_text or refused or calls
+        if reason in BROKEN_REASONS:
+            broken = True
+            flags.append(RowFlag.TRUNCATED if says else RowFlag.EMPTY)
+            continue
+        if reason in TRUNCATED_REASONS:
             flags.append(RowFlag.TRUNCATED)
-        elif reason == "content_filter":
+        elif reason in FILTERED_REASONS:
             flags.append(RowFlag.FILTERED)
+        elif says and ((calls and reason != "stop") or reason in CALL_REASONS):
+            flags.append(RowFlag.TOOL_CALL_PENDING)
         if refused:
             flags.append(RowFlag.REFUSED)
-        if calls or reason in {"tool_calls", "function_call"}:
-            flags.append(RowFlag.TOOL_CALL_PENDING)
-        elif not has_text and not refused:
+        if not says:
             flags.append(RowFlag.EMPTY)
-        answered = answered or has_text or refused or calls
-    return _sum_up(flags, answered)
+            # Announced calls that are not there are no end of the model's own.
+            ended = ended or bool(reason and reason not in CALL_REASONS)
+        answered = answered or says
+    if broken and not answered:
+        return _BROKEN_OFF
+    return _sum_up(flags) if answered else _judge_silence(flags, ended, True, readable)
 
 
 _CALL_ITEMS = frozenset(
@@ -186,16 +261,37 @@ _CALL_ITEMS = frozenset(
     }
 )
 """Output items of the responses endpoint that wait for the caller; other tool items were carried out by the server."""
+_FORCEABLE_ITEMS = {"function_call": "function", "custom_tool_call": "custom"}
+"""Calls that a request may force by naming one, and the type of ``tool_choice`` that does."""
 
 _parts = msgspec.json.Decoder(list[_Part])
 
 
-def _judge_responses(body: _ResponsesBody) -> _Findings:
+def _forced_by(readable: bytes) -> str | None:
+    """The kind of call by which the request left the model no other way: its ``tool_choice``, which is repeated.
+
+    None also for ``allowed_tools`` and for words (``auto``, ``required``), which leave it a choice.
+    """
+    tool_choice = _loosely(_ToolChoiceBody, _or_none(readable)).tool_choice
+    return tool_choice.type if tool_choice is not None else None
+
+
+def _judge_responses(body: _ResponsesBody, readable: bytes) -> _Findings:
     flags: list[RowFlag] = []
-    answered = False
+    answered, status = False, body.status
+    if status != "completed":
+        status = (status or "completed").lower()
+        if status == "incomplete":
+            reason = ((body.incomplete_details.reason if body.incomplete_details else None) or "").lower()
+            flags.append(RowFlag.FILTERED if reason in FILTERED_REASONS else RowFlag.TRUNCATED)
+        elif status != "completed":
+            code = safe_code(f"response_{status}")
+            return _Findings((), RowClass.TRANSIENT, code, is_unknown=status not in UNANSWERED_STATUSES)
     for item in body.output or ():
         if item.type in _CALL_ITEMS:
-            flags.append(RowFlag.TOOL_CALL_PENDING)
+            wanted = _FORCEABLE_ITEMS.get(item.type or "")
+            if status == "completed" and (wanted is None or _forced_by(readable) != wanted):
+                flags.append(RowFlag.TOOL_CALL_PENDING)
             answered = True
         elif item.type == "message":
             try:
@@ -211,34 +307,50 @@ def _judge_responses(body: _ResponsesBody) -> _Findings:
                     answered = answered or part.type != "output_text" or _says(part.text)
         elif item.type != "reasoning":
             answered = True
-    status = (body.status or "completed").lower()
-    if status == "incomplete":
-        reason = body.incomplete_details.reason if body.incomplete_details else None
-        flags.append(RowFlag.FILTERED if reason == "content_filter" else RowFlag.TRUNCATED)
-    elif status != "completed":
-        return _Findings(row_class=RowClass.TRANSIENT, code=safe_code(f"response_{status}"))
-    if not answered:
-        flags.append(RowFlag.EMPTY)
-    return _sum_up(flags, answered)
+    if answered:
+        return _sum_up(flags) if flags else _ANSWERED
+    flags.append(RowFlag.EMPTY)
+    return _judge_silence(flags, body.status is not None and status == "completed", bool(body.output), readable)
 
 
-def _sum_up(flags: list[RowFlag], answered: bool) -> _Findings:
-    if not flags:
-        return _ANSWERED
-    unique = tuple(dict.fromkeys(flags))
-    blocked = not answered and RowFlag.FILTERED in unique
-    return _Findings(unique, RowClass.CONTENT_FILTERED if blocked else None)
+def _sum_up(flags: list[RowFlag]) -> _Findings:
+    return _Findings(tuple(dict.fromkeys(flags))) if flags else _ANSWERED
 
 
-def _judge_data(body: _DataBody) -> _Findings:
-    return _ANSWERED if body.data else _EMPTY
+def _judge_silence(given: list[RowFlag], has_ended: bool, has_place: bool, readable: bytes) -> _Findings:
+    """An answer that says nothing; the reasons stand in the module's text.
+
+    Args:
+        given: its flags so far.
+        has_ended: the server says that the model ended by itself.
+        has_place: there is a message where a text could stand.
+        readable: the body.
+    """
+    flags = tuple(dict.fromkeys(given))
+    if RowFlag.FILTERED in flags:
+        return _Findings(flags, RowClass.CONTENT_FILTERED)
+    if RowFlag.TRUNCATED in flags:
+        return _Findings(flags)
+    spent = _loosely(_SpentBody, _or_none(readable)).usage or _Spent()
+    made = spent.completion_tokens if spent.completion_tokens is not None else spent.output_tokens
+    details = spent.completion_tokens_details or spent.output_tokens_details
+    thought = details.reasoning_tokens if details is not None else None
+    if made is not None and 0 < made <= (thought or 0):
+        return _Findings((RowFlag.TRUNCATED, *flags))
+    if has_ended and (made or (made is None and has_place)):
+        return _Findings(flags)
+    return _NOTHING_AT_ALL
 
 
-def _judge_results(body: _ResultsBody) -> _Findings:
-    return _ANSWERED if body.results else _EMPTY
+def _judge_data(body: _DataBody, _readable: bytes) -> _Findings:
+    return _ANSWERED if body.data else _NOTHING_AT_ALL
 
 
-def _judge_any(_body: _Body) -> _Findings:
+def _judge_results(body: _ResultsBody, _readable: bytes) -> _Findings:
+    return _ANSWERED if body.results else _NOTHING_AT_ALL
+
+
+def _judge_any(_body: _Body, _readable: bytes) -> _Findings:
     return _ANSWERED
 
 
@@ -247,7 +359,7 @@ class _Shape(NamedTuple):
 
     type: type[_Body]
     decode: Callable[[Any], _Body]
-    judge: Callable[[Any], _Findings]
+    judge: Callable[[Any, bytes], _Findings]
 
 
 _SHAPES: tuple[tuple[str, _Shape], ...] = tuple(
@@ -312,7 +424,7 @@ def _with_response(
         if not _says(readable):
             if _says(error):
                 return _failed(wire_id, status, request_id, kept, _error_of(error), None)
-            return ResultLine(wire_id, RowClass.TRANSIENT, status, request_id, kept, "empty_body")
+            return ResultLine(wire_id, RowClass.TRANSIENT, status, request_id, kept, OurCode.EMPTY_BODY.value)
         return _answered(wire_id, status, request_id, body, readable, error, shape)
     facts = None
     if _says(readable):
@@ -351,8 +463,10 @@ def _answered(
         value = _or_none(readable)
         if not (isinstance(value, dict) and value.keys() & {"choices", "output", "data", "results", "object"}):
             facts = body_error(value) or _error_of(error)
-            return _failed(wire_id, None, request_id, body, facts, ErrorFacts(code="no_status"), usage, model)
-    findings = shape.judge(read) if readable[:1] == b"{" else _ANSWERED
+            return _failed(
+                wire_id, None, request_id, body, facts, ErrorFacts(code=OurCode.NO_STATUS.value), usage, model
+            )
+    findings = shape.judge(read, readable) if readable[:1] == b"{" else _ANSWERED
     return ResultLine(
         wire_id,
         findings.row_class or RowClass.SUCCEEDED,
@@ -364,13 +478,14 @@ def _answered(
         findings.flags,
         usage,
         model,
+        findings.is_unknown,
     )
 
 
 def _without_response(wire_id: str, error: bytes) -> ResultLine:
     facts = _error_of(error)
     if facts is NO_FACTS:
-        return ResultLine(wire_id, RowClass.TRANSIENT, code="no_outcome")
+        return ResultLine(wire_id, RowClass.TRANSIENT, code=OurCode.NO_RESPONSE_NO_ERROR.value)
     return _failed(wire_id, None, None, None, facts, None)
 
 
@@ -387,10 +502,22 @@ def _failed(
     """A row that did not succeed; ``second`` helps out where ``facts`` says nothing."""
     if second is not None and facts == NO_FACTS:
         facts = second
-    row_class = classify_row(status, facts)
+    verdict = classify_row(status, facts)
     code = facts.code or facts.type
     known = status if status is not None else facts.http_status
-    return ResultLine(wire_id, row_class, known, request_id, body, code, facts.message, (), usage, model)
+    return ResultLine(
+        wire_id,
+        verdict.row_class,
+        known,
+        request_id,
+        body,
+        code,
+        facts.message,
+        (),
+        usage,
+        model,
+        verdict.is_unknown,
+    )
 
 
 def _error_of(raw: Raw | bytes) -> ErrorFacts:
@@ -458,15 +585,19 @@ def _visible_id(line: bytes) -> str | None:
     return next((text for text in found if parse_wire_id(text) is not None), found[0] if found else None)
 
 
-def _read_tolerantly(line: bytes, endpoint: str) -> ResultLine | UnreadableLine:
-    text = line.decode(errors="replace").strip("\ufeff\x00 \t\r\n")
-    if not text:
-        return UnreadableLine("empty line")
+def _mend(raw: bytes) -> tuple[bytes, bytes]:
+    """The text with what JSON does not allow mended, and the same as the strict decoder takes it: equally long."""
+    text = raw.decode(errors="replace").strip("\ufeff\x00 \t\r\n")
     if _CONTROL.search(text) or any(word in text for word in _NO_NUMBER):
         text = _TOKEN.sub(_mend_token, text)
-    mended = readable = text.encode()
-    if _HALF_PAIR.search(text):
-        readable = _ESCAPE.sub(_hide_half_pair, text).encode()
+    mended = text.encode()
+    return mended, _ESCAPE.sub(_hide_half_pair, text).encode() if _HALF_PAIR.search(text) else mended
+
+
+def _read_tolerantly(line: bytes, endpoint: str) -> ResultLine | UnreadableLine:
+    mended, readable = _mend(line)
+    if not mended:
+        return UnreadableLine("empty line")
     try:
         members = msgspec.json.decode(readable, type=dict[str, Raw])
         response = msgspec.json.decode(members.get("response") or b"null", type=dict[str, Raw] | None)
@@ -536,3 +667,33 @@ def _loosely(kind: type[_S], value: Any) -> _S:
             except msgspec.ValidationError:
                 continue
     return kind(**members)
+
+
+# ---------------------------------------------------------------------------- the answer of a single call
+
+_any_json = msgspec.json.Decoder(Raw)
+
+
+def judge_answer(status: int, request_id: str | None, body: bytes, endpoint: str) -> ResultLine:
+    """Judge the whole answer of a synchronous call as if it stood in a result line; ``wire_id`` stays empty.
+
+    The ``body`` of the verdict is JSON, or None where the answer holds none (a gateway's web page, a cut text). Its
+    bytes stay as they are but for blanks around them; what is not quite JSON is mended like a line. A 2xx that
+    cannot be read is ``UNREADABLE``.
+    """
+    readable = body.strip(b" \t\r\n")
+    kept = readable
+    try:
+        if not body.isascii():
+            body.decode()
+        if readable:
+            _any_json.decode(readable)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        kept, readable = _mend(body)
+        try:
+            _any_json.decode(readable)
+        except (msgspec.DecodeError, RecursionError):
+            if 200 <= status < 300 and readable:
+                return ResultLine("", RowClass.UNREADABLE, status, request_id, code=OurCode.UNREADABLE_ANSWER.value)
+            kept = readable = b""
+    return _with_response("", status, request_id, kept, readable, b"", _shape_of(endpoint))

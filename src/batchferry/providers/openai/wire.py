@@ -25,6 +25,7 @@ from batchferry.domain.provider import (
     ProviderStatus,
     RequestCounts,
     UploadedFile,
+    Usage,
 )
 from batchferry.providers.openai.classes import NO_FACTS, ErrorFacts
 from batchferry.providers.openai.statuses import read_status
@@ -237,7 +238,19 @@ def read_batch(body: Any) -> BatchSnapshot:
         expires_at=read_instant(members.get("expires_at")),
         ended_at=next((at for name in ended if (at := read_instant(members.get(name)))), None),
         metadata=_metadata(members.get("metadata")),
+        usage=_batch_usage(members.get("usage")),
     )
+
+
+def _batch_usage(value: Any) -> Usage | None:
+    """OpenAI names it for batches made since September 2025, all zero until they have ended."""
+    members = _object(value)
+    usage = Usage(
+        _count(members.get("input_tokens")),
+        _count(members.get("output_tokens")),
+        _count(_object(members.get("input_tokens_details")).get("cached_tokens")),
+    )
+    return usage if usage.input_tokens or usage.output_tokens else None
 
 
 def read_batch_page(body: Any, cursor: str | None, page_size: int) -> BatchPage:
