@@ -9,6 +9,7 @@ from batchferry.config.explain import SettingRow, explain_settings, settings_sch
 from batchferry.config.load import example_text, load_settings
 from batchferry.config.models import (
     AccountSettings,
+    CanarySettings,
     ClockSettings,
     KafkaSettings,
     LimitSettings,
@@ -22,6 +23,7 @@ from batchferry.config.models import (
 
 __all__ = [
     "AccountSettings",
+    "CanarySettings",
     "ClockSettings",
     "KafkaSettings",
     "LimitSettings",

@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from batchferry.config.models import AccountSettings, RouteSettings, Settings
+from batchferry.config.models import AccountSettings, CanarySettings, RouteSettings, Settings
+from batchferry.domain.answercheck import compile_schema
+from batchferry.domain.errors import ConfigError
+from batchferry.domain.retry import ALLOWED, Policy
+from batchferry.domain.rows import RowClass
+from batchferry.domain.splitting import load_splitter
 from batchferry.domain.times import check_route, hours
 
 _KEY_NEEDED_AT = "api.openai.com"
@@ -165,6 +170,12 @@ def _routes(settings: Settings) -> Iterator[CrossFault]:
         else:
             yield from _route_promise(settings, at, route, account)
             yield from _route_size(settings, at, route, account)
+            yield from _route_lane(at, route, account)
+            if route.canary is not None:
+                yield from _canary_window(at, route, route.canary, account)
+        yield from _route_policies(at, route)
+        if route.canary is not None:
+            yield from _canary_check(at, route.canary)
 
 
 def _route_promise(settings: Settings, at: str, route: RouteSettings, account: AccountSettings) -> Iterator[CrossFault]:
@@ -208,6 +219,91 @@ def _route_size(settings: Settings, at: str, route: RouteSettings, account: Acco
     yield from _ordered(
         (f"{at}.max_bytes", route.max_bytes, None), ("limits.spool_high_bytes", settings.limits.spool_high_bytes)
     )
+
+
+def _route_lane(at: str, route: RouteSettings, account: AccountSettings) -> Iterator[CrossFault]:
+    """Ways that need the sync lane. ``late: sync`` is none of them: without a lane a miss is announced."""
+    lane = f"accounts.{route.account}.sync"
+    if account.sync.enabled:
+        yield from _ordered(
+            (f"{lane}.call_timeout_s", account.sync.call_timeout_s, None), (f"{at}.margin_s", route.margin_s)
+        )
+        return
+    ways = [(f"policies.{name.value}", "") for name, policy in route.policies.items() if policy is Policy.SYNC]
+    if route.small == "sync":
+        ways.append(("small", "batch"))
+    if route.long_row is not None and route.long_row.lane == "sync":
+        ways.append(("long_row.lane", "own_batch"))
+    if route.canary is not None and route.canary.lane == "sync":
+        ways.append(("canary.lane", "batch"))
+    for name, instead in ways:
+        remedy = f"set it to {instead}" if instead else "choose another policy"
+        yield CrossFault(
+            (f"{at}.{name}", f"{at}.account", f"{lane}.enabled"),
+            f"{at}.{name}: is sync, though {lane}.enabled is off; {remedy}, or turn the lane on",
+        )
+
+
+def _route_policies(at: str, route: RouteSettings) -> Iterator[CrossFault]:
+    for row_class, policy in route.policies.items():
+        allowed = ALLOWED.get(row_class, frozenset())
+        if policy not in allowed:
+            remedy = f"take one of {', '.join(sorted(allowed))}" if allowed else "leave it out"
+            yield CrossFault(
+                (f"{at}.policies.{row_class.value}",),
+                f"{at}.policies.{row_class.value}: {policy.value} is not for rows of this class; {remedy}",
+            )
+    too_long = route.policies.get(RowClass.TOO_LONG)
+    if too_long is Policy.SYNC and route.larger_model is None:
+        yield CrossFault(
+            (f"{at}.larger_model", f"{at}.policies.too_long"),
+            f"{at}.larger_model: missing, though {at}.policies.too_long is sync: the same model would refuse the rows"
+            " again; name one with a larger context",
+        )
+    if too_long is Policy.SPLIT:
+        try:
+            load_splitter(route.splitter)
+        except ConfigError as error:
+            for fault in error.faults:
+                yield CrossFault((f"{at}.splitter", f"{at}.policies.too_long"), f"{at}.splitter: {fault}")
+
+
+def _canary_window(
+    at: str, route: RouteSettings, canary: CanarySettings, account: AccountSettings
+) -> Iterator[CrossFault]:
+    needed_s = canary.gather_s + 2 * (account.window_s + route.margin_s)
+    if canary.lane == "batch" and needed_s > route.sla_s:
+        yield CrossFault(
+            (
+                *(f"{at}.{name}" for name in ("canary.lane", "canary.gather_s", "sla_s", "margin_s", "account")),
+                f"accounts.{route.account}.completion_window",
+            ),
+            f"{at}.canary.lane: a batch for the sample and one for the other rows do not fit the SLA of"
+            f" {hours(route.sla_s)}: gather {hours(canary.gather_s)} + 2 x (completion window {hours(account.window_s)}"
+            f" + margin {hours(route.margin_s)}) = {hours(needed_s)}; set it to sync, or make the SLA that long",
+        )
+
+
+def _canary_check(at: str, canary: CanarySettings) -> Iterator[CrossFault]:
+    paths = (f"{at}.canary.schema_file", f"{at}.canary.check")
+    subject = f"{at}.canary.schema_file"
+    if canary.check != "json_schema":
+        if canary.schema_file is not None:
+            yield CrossFault(
+                paths, f"{subject}: is not used, as check is {canary.check}; set check to json_schema, or leave it out"
+            )
+    elif canary.schema_file is None:
+        yield CrossFault(
+            paths, f"{subject}: missing, though check is json_schema; name the file of the answers' schema"
+        )
+    else:
+        try:
+            compile_schema(canary.schema_file.read_bytes())
+        except OSError as error:
+            yield CrossFault(paths, f"{subject}: cannot be read ({type(error).__name__}); name a file that is there")
+        except ConfigError as error:
+            for fault in error.faults:
+                yield CrossFault(paths, f"{subject}: {fault}")
 
 
 def _limits(settings: Settings) -> Iterator[CrossFault]:

@@ -60,6 +60,9 @@ _SERVICE_LINK = re.compile(
 _SHOWN_KINDS = ("int_", "float_", "bool_", "literal_", "greater_", "less_", "datetime_", "timezone_")
 _SHOWN_ENDS = ("_s", "_bytes", "_window", "_rows", "_keys", "_tokens", "_inputs")
 
+_PLACEHOLDER = "in the place of a secret that cannot be read"
+"""Long enough for any rule about secrets."""
+
 Path_ = tuple[str, ...]
 
 
@@ -314,10 +317,10 @@ def _secret_in(path: Path, setting: str, faults: list[str]) -> str:
         text = raw.decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         faults.append(f"{setting}: the file cannot be read ({_why(error)}); correct the path or its rights")
-        return "unreadable"
+        return _PLACEHOLDER
     if not text or len(raw) > _MAX_SECRET_BYTES:
         faults.append(f"{setting}: the file is {'too large' if text else 'empty'}; it holds the secret alone")
-        return "unusable"
+        return _PLACEHOLDER
     return text
 
 

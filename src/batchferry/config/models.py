@@ -22,7 +22,9 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from batchferry.config.values import Bytes, Count, Seconds, TextList, Topic, Window, named, routes_by_name
+from batchferry.config.values import Bytes, Count, Seconds, TextList, Topic, Window, named, routes_by_name, webhook_key
+from batchferry.domain.retry import Policy
+from batchferry.domain.rows import RowClass
 from batchferry.domain.times import (
     CANCEL_S,
     DOWNLOAD_S,
@@ -177,7 +179,11 @@ class AccountLimits(_Section):
     max_inputs: Positive = 50_000
     """Embedding inputs of one batch over all rows (OpenAI's limit)."""
     enqueued_tokens: dict[str, Positive] = Field(default_factory=dict)
-    """Most tokens waiting at the provider, by model; a model not named here is not bounded."""
+    """Most tokens waiting at the provider, by model; a model not named here is not bounded until it refuses."""
+    batches_per_hour: Positive = 2_000
+    """Creates of the whole fleet in an hour (OpenAI's limit)."""
+    calls_per_minute: Positive = 600
+    """Calls of the whole fleet in a minute that submit: uploads and creates. Polls have limits of their own."""
 
 
 class PollSettings(_Section):
@@ -195,6 +201,27 @@ class PollSettings(_Section):
     """Random part of a pause, so that batches of one moment do not poll in step."""
     list_pages: Annotated[Count, Field(le=100)] = 5
     """When many batches are due, read at most so many pages of the batch list before asking singly."""
+
+
+class SyncSettings(_Section):
+    """The sync lane: single calls at the full price, for rows that no batch can bring home in time."""
+
+    enabled: bool = True
+    """Whether rows may go through it at all. Off: a deadline that no batch can keep is announced and missed."""
+    max_concurrency: Positive = 16
+    """Calls at one time and replica, at most; it adapts downwards to what the provider takes."""
+    call_timeout_s: Annotated[Seconds, Field(ge=1, le=3600)] = 600.0
+    """Deadline of one call (the official client's value); a successor waits as long before it judges a call."""
+    tries: Annotated[Count, Field(ge=1, le=10)] = 3
+    """Calls that one row is worth."""
+    rows_per_hour: Positive = 5_000
+    """Late and rescued rows of the whole fleet in an hour; beyond it they go by batch and their miss is announced."""
+    usd_per_hour: Annotated[float, Field(gt=0)] | None = None
+    """The same in money, by estimate; null: only the rows are bounded. Rows that ask for the lane are not counted."""
+    breaker_failures: Positive = 8
+    """So many calls in a row without an answer close the lane for a while; the rows wait and lose no try."""
+    breaker_pause_s: Seconds = 30.0
+    """How long; doubled up to ten minutes while the first call after it fails again."""
 
 
 class TimeoutSettings(_Section):
@@ -236,6 +263,10 @@ class AccountSettings(_Section):
     """Key; by environment or file."""
     api_key_file: Path | None = None
     """File that holds the key."""
+    webhook_secret: SecretStr | None = None
+    """Signs what the provider sends to ``/webhooks/<account>`` (``whsec_...``); without one nothing is taken there."""
+    webhook_secret_file: Path | None = None
+    """File that holds it."""
     organization: str | None = None
     """Sent as ``OpenAI-Organization``."""
     project: str | None = None
@@ -247,6 +278,7 @@ class AccountSettings(_Section):
     timeouts: TimeoutSettings = TimeoutSettings()
     limits: AccountLimits = AccountLimits()
     poll: PollSettings = PollSettings()
+    sync: SyncSettings = SyncSettings()
     file_expiry_s: Annotated[Seconds, Field(ge=3600, le=2_592_000)] | None = 1_209_600.0
     """Uploaded files delete themselves after so long (1 h to 30 d), in case we never come back; null: never."""
     keep_files: bool = False
@@ -259,6 +291,18 @@ class AccountSettings(_Section):
     def window_s(self) -> float:
         """Length of the completion window in seconds."""
         return parse_window_s(self.completion_window)
+
+    @property
+    def webhook_key(self) -> bytes | None:
+        """The key of webhook signatures; None while no secret is set."""
+        return None if self.webhook_secret is None else webhook_key(self.webhook_secret.get_secret_value())
+
+    @field_validator("webhook_secret")
+    @classmethod
+    def _usable(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None:
+            webhook_key(value.get_secret_value())
+        return value
 
     @field_validator("base_url")
     @classmethod
@@ -282,7 +326,41 @@ class RetrySettings(_Section):
     missing: Annotated[Count, Field(le=10)] = 1
     """After a completed batch that had no line for the row."""
     expired: Annotated[Count, Field(le=10)] = 1
-    """After the completion window closed before the row was run."""
+    """After the completion window closed, or the batch was cancelled, before the row was run."""
+    backoff_s: Seconds = 60.0
+    """Wait before the second submission; doubled for each further one."""
+    backoff_max_s: Seconds = 3600.0
+    """The longest of these waits."""
+
+
+class LongRowSettings(_Section):
+    """What is done with a few giant rows, so that they do not hold up a batch."""
+
+    over_tokens: Positive = 50_000
+    """Rows of more estimated input tokens than this."""
+    lane: Literal["sync", "own_batch"] = "own_batch"
+    """Through the sync lane, or in batches of their own."""
+
+
+class CanarySettings(_Section):
+    """Try a new kind of prompt on a few rows before the others follow."""
+
+    rows: Annotated[Count, Field(ge=1, le=1_000)] = 50
+    """Rows of the random sample."""
+    lane: Literal["sync", "batch"] = "sync"
+    """How the sample runs. A batch costs a whole window, so it is only lawful where two windows fit the SLA."""
+    gather_s: Seconds = 300.0
+    """The sample is drawn once so many rows wait, or after so long."""
+    max_bad_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """More bad answers than this share, and the shape is held."""
+    check: Literal["none", "json", "json_schema"] = "none"
+    """A good answer must also be JSON, or fit a schema."""
+    schema_file: Path | None = None
+    """JSON Schema of the answers, for ``json_schema``."""
+    timeout: Literal["ship", "hold"] = "ship"
+    """What the waiting rows do when their time to leave comes before the verdict."""
+    max_shapes: Positive = 1_000
+    """Kinds of prompt that are remembered; with more than that the canary is off, with an alarm."""
 
 
 class RouteSettings(_Section):
@@ -313,6 +391,44 @@ class RouteSettings(_Section):
     max_inputs: Positive = 25_000
     """A batch leaves with so many embedding inputs."""
     retries: RetrySettings = RetrySettings()
+    policies: dict[RowClass, Policy] = Field(default_factory=dict)
+    """What is done with the rows of a class, where it is not the default: retry, sync, review, split or fail."""
+    review: bool = False
+    """Answers with a flag (truncated, refused, filtered, empty) go to the review topic instead of the results."""
+    late: Literal["sync", "batch", "fail"] = "sync"
+    """A row that no batch can bring home in time: the sync lane, a batch all the same, or a failure."""
+    min_rows: Count = 500
+    """A batch below so many rows at its time threshold is small."""
+    small: Literal["batch", "sync"] = "batch"
+    """How a small batch travels."""
+    long_row: LongRowSettings | None = None
+    """Where giant rows go; null: they travel with the others."""
+    canary: CanarySettings | None = None
+    """Whether a new kind of prompt is tried on a few rows first; null: no."""
+    context_tokens: Positive | None = None
+    """Context of the models; null: what the price data knows. A row that is surely longer is never sent."""
+    larger_model: str | None = None
+    """Model for rows that are too long for theirs, with the policy ``too_long: sync``."""
+    splitter: str = "plain_text"
+    """Name of the splitter for the policy ``too_long: split``; an entry point of the group batchferry.splitters."""
+    max_split_depth: Annotated[Count, Field(ge=1, le=10)] = 3
+    """A part that is too long may be split again so often."""
+    alarm_ratio: Annotated[float, Field(gt=0, le=1)] = 0.05
+    """More rows of a batch than this share refused for what they say: the key is held instead of trying on."""
+    alarm_min_rows: Positive = 20
+    """At least so many of them."""
+    cancel_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """A batch is cancelled for a rescue when at least this share of its rows is due; fewer run beside it."""
+    max_age_s: Seconds = 7 * 86_400.0
+    """A row older than this is given up. Its clock stops while its key is held."""
+    sync_unknown: Literal["rerun", "fail"] = "rerun"
+    """A call of the sync lane whose replica died: run again (perhaps paid twice, and counted), or fail."""
+    missing_max_tokens: Literal["allow", "warn", "fail"] = "allow"
+    """A request that does not bound its answer's tokens."""
+    max_usd_per_day: Annotated[float, Field(gt=0)] | None = None
+    """Estimated and real spending of a day (UTC) at which the route's keys are held until the next one."""
+    group_prefixes: bool = False
+    """Rows that share a long system prompt leave in batches of their own, where the provider's cache helps them."""
     duplicates: Literal["coalesce", "allow", "reject"] = "coalesce"
     """The same request again while the first one waits: answered once, run twice, or refused."""
     keep_oversize_answers_dir: Path | None = None
@@ -373,6 +489,8 @@ class LimitSettings(_Section):
     """A row is missing only when two complete downloads so far apart agree."""
     file_reuse_s: Seconds = 600.0
     """After a definite refusal the same file may be used for another create for so long."""
+    wave_rows: Annotated[Count, Field(ge=1, le=1_000)] = 50
+    """Rows of an account that a replica has in waves of the sync lane at one time: what its crash may pay for twice."""
     submit_ttl_s: Annotated[Seconds, Field(ge=2)] = 120.0
     """A create may be sent only so long after its intent was written; a successor waits as long."""
     resolve_lag_s: Seconds = 5.0

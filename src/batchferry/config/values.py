@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import re
 from collections.abc import Mapping
@@ -27,6 +29,8 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
 _SCIENTIFIC = re.compile(r"\d+(\.\d+)?e\+?\d{1,2}", re.IGNORECASE)
 _NAME = re.compile(r"[a-z0-9]+(?:[-_][a-z0-9]+)*")
 _TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
+_WEBHOOK_PREFIX = "whsec_"
+_WEBHOOK_KEY_MIN_BYTES = 16
 
 
 def _seconds(value: object) -> object:
@@ -86,6 +90,25 @@ def _names(value: Mapping[str, Any]) -> Mapping[str, Any]:
                 " so that it can stand in an environment variable, a label and an address"
             )
     return value
+
+
+def webhook_key(secret: str) -> bytes:
+    """The key that a webhook secret stands for: base64 behind ``whsec_``, else the text's own bytes (OpenAI's client).
+
+    Raises:
+        ValueError: not base64, or too short to sign anything with; the text never says what it was.
+    """
+    encoded = secret.removeprefix(_WEBHOOK_PREFIX)
+    if encoded == secret:
+        key = secret.encode()
+    else:
+        try:
+            key = base64.b64decode(encoded.rstrip("=") + "=" * (-len(encoded.rstrip("=")) % 4), validate=True)
+        except (binascii.Error, ValueError):
+            raise ValueError(f"after {_WEBHOOK_PREFIX} comes base64: copy the whole secret of the endpoint") from None
+    if len(key) < _WEBHOOK_KEY_MIN_BYTES:
+        raise ValueError(f"a secret of at least {_WEBHOOK_KEY_MIN_BYTES} bytes is wanted: copy that of the endpoint")
+    return key
 
 
 def routes_by_name(value: Any) -> Any:

@@ -6,13 +6,14 @@ path, and tests hold the two together. This room must not know Kafka, providers 
 """
 
 from batchferry.messages.documents import asyncapi, check_schemas, schemas, write_schemas
-from batchferry.messages.models import EventMessage, FailureMessage, RequestRecord, ResultMessage
+from batchferry.messages.models import EventMessage, FailureMessage, RequestRecord, ResultMessage, SplitMessage
 
 __all__ = [
     "EventMessage",
     "FailureMessage",
     "RequestRecord",
     "ResultMessage",
+    "SplitMessage",
     "asyncapi",
     "check_schemas",
     "schemas",

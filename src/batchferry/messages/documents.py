@@ -9,12 +9,13 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from batchferry.messages.models import EventMessage, FailureMessage, RequestRecord, ResultMessage
+from batchferry.messages.models import EventMessage, FailureMessage, RequestRecord, ResultMessage, SplitMessage
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _MODELS: dict[str, type[BaseModel]] = {
     "request": RequestRecord,
     "result": ResultMessage,
+    "split": SplitMessage,
     "failure": FailureMessage,
     "event": EventMessage,
 }
@@ -22,7 +23,7 @@ ASYNCAPI_FILE = "asyncapi.yaml"
 
 
 def schemas() -> dict[str, dict[str, Any]]:
-    """The JSON Schema (2020-12) of each message by its name: request, result, failure, event."""
+    """The JSON Schema (2020-12) of each message by its name: request, result, split, failure, event."""
     made = {}
     for name, model in _MODELS.items():
         schema = model.model_json_schema(by_alias=True)
@@ -46,13 +47,23 @@ def asyncapi(version: str = "1.0.0") -> dict[str, Any]:
         },
         "defaultContentType": "application/json",
         "channels": {
-            "requests": _channel("requests", "One LLM request a record.", "request", "anything"),
-            "results": _channel("results", "Outcomes that succeeded.", "result", "the input key, else custom_id"),
-            "failures": _channel("failures", "Outcomes that failed.", "failure", "the input key, else custom_id"),
-            "review": _channel(
-                "review", "Rows a person should look at; optional.", "failure", "the input key, else custom_id"
+            "requests": _channel("requests", "One LLM request a record.", "anything", "request"),
+            "results": _channel(
+                "results",
+                "Outcomes that succeeded, and those of requests that went on in parts.",
+                "the input key, else custom_id",
+                "result",
+                "split",
             ),
-            "events": _channel("events", "The life of batches, holds and alarms.", "event", "batch_id, else scope"),
+            "failures": _channel("failures", "Outcomes that failed.", "the input key, else custom_id", "failure"),
+            "review": _channel(
+                "review",
+                "Rows a person should look at, answered or not; optional.",
+                "the input key, else custom_id",
+                "result",
+                "failure",
+            ),
+            "events": _channel("events", "The life of batches, holds and alarms.", "batch_id, else scope", "event"),
         },
         "operations": {
             "takeRequests": _operation("receive", "requests"),
@@ -124,11 +135,11 @@ def _file_of(name: str) -> str:
     return f"{name}.v1.json"
 
 
-def _channel(address: str, description: str, message: str, keyed_by: str) -> dict[str, Any]:
+def _channel(address: str, description: str, keyed_by: str, *messages: str) -> dict[str, Any]:
     return {
         "address": address,
         "description": f"{description} Keyed by {keyed_by}. The topic's name is configurable.",
-        "messages": {message: {"$ref": f"#/components/messages/{message}"}},
+        "messages": {message: {"$ref": f"#/components/messages/{message}"} for message in messages},
         "bindings": {"kafka": {"bindingVersion": "0.5.0"}},
     }
 
@@ -163,7 +174,10 @@ _OUR_HEADERS = {
         "ce_specversion": _text("CloudEvents.", const="1.0"),
         "ce_id": _text("Deterministic: tells a repetition from a second message."),
         "ce_source": _text("/batchferry/<input topic>"),
-        "ce_type": _text("batchferry.request.succeeded, batchferry.request.failed or batchferry.batch.<kind>."),
+        "ce_type": _text(
+            "batchferry.request.succeeded, batchferry.request.failed, batchferry.request.split or"
+            " batchferry.batch.<kind>."
+        ),
         "ce_time": _text("When the message was made.", format="date-time"),
         "ce_subject": _text("Of an outcome: <input topic>/<partition>/<offset>."),
         "content-type": _text("Of the value.", const="application/json"),

@@ -157,6 +157,27 @@ class Tried(_Message):
     at: AwareDatetime | None = None
 
 
+class SplitReason(_Message):
+    """Why the request was cut."""
+
+    class_: RowClass = Field(alias="class")
+    code: str | None = Field(description="The provider's code; null where it was cut before anybody had seen it.")
+    http_status: int | None
+
+
+class SplitMessage(_Outcome):
+    """The value of a record on the results topic whose request was too long: it went on as several requests.
+
+    Their records follow on the input topic, named ``<custom_id>#part1`` and so on, and each has an outcome of its own;
+    putting the answers together is the reader's business.
+    """
+
+    kind: Literal["split"]
+    status: Literal["split"]
+    parts: int = Field(ge=2, description="How many requests it became.")
+    error: SplitReason
+
+
 class OriginalValue(_Message):
     """The input record's value, bounded: for people. A replay reads the source offset instead."""
 
@@ -231,3 +252,17 @@ class EventMessage(_Message):
     usd: Usd | None = None
     sync_usd: Usd | None = None
     unpriced_rows: Count | None = Field(default=None, description="Rows whose price is not known.")
+    lane: Literal["batch", "sync"] | None = Field(default=None, description="The lane in which rows travel on.")
+    row_class: str | None = Field(default=None, description="Why rows travel again.")
+    offsets: str | None = Field(
+        default=None, description="Input offsets of partition, as a roaring bitmap in base64 (portable format)."
+    )
+    submission: int | None = Field(default=None, ge=1, description="The number of the rows' next submission.")
+    codes: dict[str, Count] | None = Field(
+        default=None, description="Rows by the provider's code, the most frequent ones."
+    )
+    unknown_rows: Count | None = Field(
+        default=None, description="Rows whose answers nobody read: they may have been paid, and are in no sum."
+    )
+    shape: str | None = Field(default=None, description="Fingerprint of a kind of prompt.")
+    estimated_usd: Usd | None = None

@@ -9,8 +9,12 @@ import pytest
 import yaml
 
 from batchferry.config import Settings, example_text, load_settings
+from batchferry.config.checks import cross_faults
 from batchferry.domain.errors import ConfigError
+from batchferry.domain.retry import ALLOWED, Policy
+from batchferry.domain.rows import RowClass
 
+LANE_OFF = "accounts: {default: {sync: {enabled: false}}}"
 KEY = {"OPENAI_API_KEY": "sk-test-0123456789abcdef"}
 
 
@@ -264,6 +268,32 @@ def test_a_setting_that_was_refused_causes_no_second_complaint(tmp_path: Path):
         ("limits: {spool_low_bytes: 9GB}", "more than limits.spool_high_bytes"),
         ("limits: {max_uploads: yes}", "a number is wanted"),
         ("limits: {max_record_bytes: 1XB}", "not a size"),
+        (
+            f"{LANE_OFF}\nroutes: {{a: {{small: sync}}}}",
+            "routes.a.small: is sync, though accounts.default.sync.enabled",
+        ),
+        (f"{LANE_OFF}\nroutes: {{a: {{long_row: {{lane: sync}}}}}}", "routes.a.long_row.lane: is sync, though"),
+        (f"{LANE_OFF}\nroutes: {{a: {{canary: {{}}}}}}", "routes.a.canary.lane: is sync, though"),
+        (
+            f"{LANE_OFF}\nroutes: {{a: {{policies: {{transient: sync}}}}}}",
+            "routes.a.policies.transient: is sync, though",
+        ),
+        (
+            "routes: {a: {canary: {lane: batch}, sla_s: 52h}}",
+            "gather 5 min + 2 x (completion window 24 h + margin 2 h) = 52 h 5 min; set it to sync",
+        ),
+        ("routes: {a: {policies: {content_filtered: retry}}}", "take one of fail, review"),
+        ("routes: {a: {policies: {account: fail}}}", "is not for rows of this class; leave it out"),
+        ("routes: {a: {policies: {invalid_request: split}}}", "routes.a.policies.invalid_request: split is not for"),
+        ("routes: {a: {policies: {too_long: sync}}}", "routes.a.larger_model: missing, though"),
+        ("routes: {a: {policies: {too_long: split}, splitter: absent}}", "there is no splitter 'absent'; known are"),
+        ("routes: {a: {canary: {check: json_schema}}}", "routes.a.canary.schema_file: missing, though check is"),
+        ("routes: {a: {canary: {check: json, schema_file: x}}}", "is not used, as check is json"),
+        ("routes: {a: {canary: {check: json_schema, schema_file: absent.json}}}", "cannot be read (FileNotFoundError)"),
+        (
+            "routes: {a: {sla_s: 31h, margin_s: 55min}}\naccounts: {default: {sync: {call_timeout_s: 1h}}}",
+            "call_timeout_s",
+        ),
         ("state_dir: /", "a folder of its own"),
         ("clock: {speed: 1000}", "clock.origin and clock.started"),
         ("clock: {origin: '2026-01-01T00:00:00'}", "clock.origin"),
@@ -278,6 +308,45 @@ def test_single_faults(tmp_path: Path, text: str, expected: str):
     """Each fault is told once, with what helps to correct it."""
     found = faults(tmp_path, text)
     assert expected in "\n".join(found)
+
+
+def test_a_schema_that_is_none_is_told_with_its_setting(tmp_path: Path):
+    """What a canary's answers are held against is compiled before the first answer comes."""
+    file = tmp_path / "answer.json"
+    route = f"routes: {{a: {{canary: {{check: json_schema, schema_file: {file}}}}}}}"
+    for text, expected in (("{", "not JSON"), ('{"type": "nothing"}', "schema"), ('{"$ref": "#/absent"}', "not in it")):
+        file.write_text(text)
+        (only,) = faults(tmp_path, route)
+        assert only.startswith("routes.a.canary.schema_file: ")
+        assert expected in only
+    file.write_text('{"type": "object"}')
+    assert load(tmp_path, route).routes["a"].canary is not None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{LANE_OFF}\nroutes: {{a: {{late: sync, small: batch, long_row: {{lane: own_batch}}}}}}",
+        f"{LANE_OFF}\nroutes: {{a: {{canary: {{lane: batch, gather_s: 1h}}, sla_s: 53h}}}}",
+        "routes: {a: {small: sync, long_row: {lane: sync}, canary: {}, policies: {missing: sync}}}",
+        "routes: {a: {policies: {too_long: sync}, larger_model: gpt-4.1}}",
+        "routes: {a: {policies: {too_long: split}}}",
+        "routes: {a: {splitter: absent}}",
+    ],
+)
+def test_ways_that_fit_the_lane_and_the_promise_are_taken(tmp_path: Path, text: str):
+    """A route may ask for whatever its account and its SLA allow; a splitter that nobody asks for is not loaded."""
+    assert "a" in load(tmp_path, text).routes
+
+
+def test_a_route_may_set_for_a_class_exactly_what_the_table_allows(tmp_path: Path):
+    """Every pair of class and policy is either in the table or a fault that says what is."""
+    for row_class in RowClass:
+        for policy in Policy:
+            route = {"policies": {row_class.value: policy.value}, "larger_model": "gpt-4.1"}
+            settings = Settings.model_validate({"routes": {"a": route}})
+            told = [one.text for one in cross_faults(settings) if one.text.startswith("routes.a.policies.")]
+            assert bool(told) is (policy not in ALLOWED.get(row_class, ())), (row_class, policy)
 
 
 def test_faults_never_show_secrets(tmp_path: Path):

@@ -19,8 +19,10 @@ from batchferry.domain.envelope import (
     render_event,
     render_failure,
     render_result,
+    render_split,
 )
 from batchferry.domain.money import price_row
+from batchferry.domain.offsets import OffsetSet
 from batchferry.domain.provider import Usage
 from batchferry.domain.requests import Request, parse_request
 from batchferry.domain.rows import ResultLine, RowClass, RowFlag
@@ -29,6 +31,7 @@ from batchferry.messages import (
     FailureMessage,
     RequestRecord,
     ResultMessage,
+    SplitMessage,
     asyncapi,
     check_schemas,
     schemas,
@@ -105,6 +108,14 @@ def failures() -> list[bytes]:
     return made
 
 
+def splits() -> list[bytes]:
+    """A request that was cut after a provider refused it, and one that was never sent."""
+    return [
+        render_split(WHOLE, ResultLine("w", RowClass.TOO_LONG, 400, code="context_length_exceeded"), 3),
+        render_split(BARE, ResultLine("", RowClass.TOO_LONG), 2),
+    ]
+
+
 def events() -> list[bytes]:
     """Every kind of event, and one with every field."""
     fields: EventFields = {
@@ -130,6 +141,14 @@ def events() -> list[bytes]:
         "usd": "0.1",
         "sync_usd": "0.2",
         "unpriced_rows": 0,
+        "lane": "sync",
+        "row_class": "expired",
+        "offsets": OffsetSet([1, 70_000]).dumps(),
+        "submission": 2,
+        "codes": {"context_length_exceeded": 1},
+        "unknown_rows": 1,
+        "shape": "f00d",
+        "estimated_usd": "0.3",
     }
     assert set(fields) == set(EventFields.__annotations__)
     return [render_event(kind, "e", NOW, BATCH) for kind in EventKind] + [
@@ -139,7 +158,12 @@ def events() -> list[bytes]:
 
 @pytest.mark.parametrize(
     ("name", "model", "values"),
-    [("result", ResultMessage, results()), ("failure", FailureMessage, failures()), ("event", EventMessage, events())],
+    [
+        ("result", ResultMessage, results()),
+        ("split", SplitMessage, splits()),
+        ("failure", FailureMessage, failures()),
+        ("event", EventMessage, events()),
+    ],
 )
 def test_messages_written_bytes_are_valid(name, model, values):
     """Every kind of message as it is really rendered obeys its schema and is read by its model, strangers ignored."""
@@ -152,6 +176,27 @@ def test_messages_written_bytes_are_valid(name, model, values):
         found["added_later"] = {"x": 1}
         check.validate(found)
         model.model_validate_json(orjson.dumps(found))
+
+
+def test_messages_every_field_of_an_event_reaches_its_model():
+    """A field that is written is one that the model names: nothing of an event is ignored by its own reader."""
+    told = orjson.loads(events()[-1])
+    read = EventMessage.model_validate(told).model_dump(exclude={"batch"}, exclude_none=True)
+    assert read.keys() == told.keys() - {"batch"}
+
+
+def test_messages_outcomes_of_one_topic_are_told_apart():
+    """The results topic holds answers and cut requests, and no value is both; a reader tells them by their kind."""
+    document = asyncapi()
+    of_topic = {name: set(channel["messages"]) for name, channel in document["channels"].items()}
+    assert of_topic["results"] == {"result", "split"}
+    assert of_topic["review"] == {"result", "failure"}
+    values = {"result": results(), "split": splits(), "failure": failures()}
+    for kind, mine in values.items():
+        for value in mine:
+            found = orjson.loads(value)
+            assert found["kind"] == kind
+            assert [name for name in values if validator(name).is_valid(found)] == [kind]
 
 
 @pytest.mark.parametrize(
