@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
+from starlette.routing import Route
 from ulid import ULID
 
 from batchferry import __version__
@@ -30,7 +31,7 @@ from batchferry.kafka import AioKafka, EmbeddedBroker, KafkaClientSettings
 from batchferry.kafka.lapsed import LapsedMembers
 from batchferry.ports import BatchProvider, Clock
 from batchferry.providers.openai import CallTimeouts, OpenAIAccount, OpenAIProvider
-from batchferry.server import MAX_CONNECTIONS, AdminServer, make_app
+from batchferry.server import MAX_CONNECTIONS, AdminServer, make_app, webhook_route
 from batchferry.simulator import FaultRule, Scenario, SimulatorSettings, load_scenario, run_forever
 from batchferry.store import LocalState
 from batchferry.telemetry import ServiceTelemetry, build_telemetry, error_fields
@@ -145,6 +146,7 @@ def _provider(name: str, account: AccountSettings, clock: Clock) -> BatchProvide
                 download_s=timeouts.download_s,
             ),
             max_connections=account.max_concurrent_calls,
+            max_sync_connections=account.sync.max_concurrency,
             max_upload_bytes=account.limits.max_file_bytes,
             file_purpose=account.dialect.file_purpose,
             send_metadata=account.dialect.batch_metadata,
@@ -259,6 +261,7 @@ class Service:
                     self,
                     telemetry=self.telemetry,
                     token=None if token is None else token.get_secret_value(),
+                    extra_routes=self._webhooks(),
                 ),
             )
             await self._server.start()
@@ -294,6 +297,14 @@ class Service:
             world.input_retention_s,
         )
         self._run = asyncio.create_task(self.supervisor.run(), name="supervisor")
+
+    def _webhooks(self) -> Sequence[Route]:
+        keys = {name: key for name, account in self.settings.accounts.items() if (key := account.webhook_key)}
+        return [webhook_route(keys, self, clock=self.clock, telemetry=self.telemetry)] if keys else []
+
+    async def poke(self, account: str, provider_batch_id: str) -> bool:
+        """A webhook named a batch; whether there was reason to look at it."""
+        return self.supervisor is not None and await self.supervisor.poke(account, provider_batch_id)
 
     def _metrics_text(self) -> bytes:
         if self._server is not None:

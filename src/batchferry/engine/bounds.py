@@ -37,6 +37,7 @@ BOUNDS: Final = (
     Bound("uploads", "limits.max_uploads", "further uploads wait"),
     Bound("downloads", "limits.max_downloads", "further downloads wait"),
     Bound("poll_calls", "accounts.*.max_concurrent_calls (the fullest account)", "further polls wait"),
+    Bound("sync_calls", "accounts.*.sync.max_concurrency (all accounts)", "further rows of the sync lane wait"),
     Bound("mailbox_events", "limits.mailbox_events (the fullest batch)", "the oldest news is dropped and told; a poll"
           " brings it again"),
     Bound("settle_queue_rows", "limits.settle_queue_rows (the fullest partition)", "landing and intake wait"),

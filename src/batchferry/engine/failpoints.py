@@ -44,6 +44,10 @@ class Failpoint(StrEnum):
     REFRESH_AFTER = "refresh.after"
     TIDY_BEFORE = "tidy.before"
     TIDY_AFTER = "tidy.after"
+    WAVE_BEFORE = "wave.before"
+    WAVE_AFTER = "wave.after"
+    RESCUE_BEFORE = "rescue.before"
+    RESCUE_AFTER = "rescue.after"
 
     # Acts at the provider.
     UPLOAD_BEFORE = "upload.before"
@@ -56,6 +60,8 @@ class Failpoint(StrEnum):
     CANCEL_AFTER = "cancel.after"
     DELETE_FILES_BEFORE = "delete_files.before"
     DELETE_FILES_AFTER = "delete_files.after"
+    SYNC_CALL_BEFORE = "sync_call.before"
+    SYNC_CALL_AFTER = "sync_call.after"
 
     # Other things that last, or that others see.
     ROWS_SPOOLED = "rows.spooled"

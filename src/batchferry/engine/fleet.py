@@ -65,6 +65,7 @@ class FleetView:
             try:
                 await tail.start([self._ledger_topic, self._control_topic])
                 started, records = asyncio.get_running_loop().time(), 0
+                self._reached_end.clear()  # what is read again is not known meanwhile
                 self._ledgers.clear()
                 self.unreadable.clear()
                 self._tail = tail
@@ -103,6 +104,11 @@ class FleetView:
             # The owner of that partition refuses it; here it only means that we know less of a sibling.
             self.unreadable.add(record.partition)
             self._telemetry.event("ledger_record_unreadable", partition=record.partition, offset=record.offset)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether everything written before the start (or the last break of the connection) has been read."""
+        return self._reached_end.is_set()
 
     async def ready(self) -> None:
         """Return once everything written before the start has been read."""

@@ -28,6 +28,7 @@ from batchferry.engine.partition import PartitionTask, Settlement
 from batchferry.engine.routing import Router
 from batchferry.engine.rowsource import Accepted, RowSource
 from batchferry.engine.sealed import SealedBatch, SealedPart
+from batchferry.engine.ways import Ways
 from batchferry.ports import BatchProvider, Clock, IndexRow, LocalStore, Record, RequestConsumer, SpoolRef, Telemetry
 
 POLL_TIMEOUT_MS = 200
@@ -72,8 +73,10 @@ class Intake:
         providers: Mapping[str, BatchProvider],
         tasks: Mapping[int, PartitionTask],
         new_batch: NewBatch,
+        ways: Ways,
     ) -> None:
         self._settings = settings
+        self._ways = ways
         self._limits = settings.limits
         self._consumer = consumer
         self._store = store
@@ -219,12 +222,26 @@ class Intake:
                     continue  # in a lot already: only its words are needed, for the outcome
                 key = routed.key
                 line = renderers[key.account](request.url, request.body)
+                size_bytes = len(line) + self._head_bytes
+                if (
+                    row.deadline_ms < now_ms + routed.late_ms
+                    or request.tokens > routed.long_tokens
+                    or request.priority_now
+                    or routed.is_special
+                    or row.t0_ms + routed.max_age_ms < now_ms
+                ):
+                    way = self._ways.choose(task, record, accepted, size_bytes, now)
+                    if type(way) is not BatchKey:
+                        if way is not None:
+                            refused.append(cast("Settlement", way))
+                        continue
+                    key = way
                 sealed = add(
                     key,
                     routed.limits,
                     partition,
                     offset,
-                    size_bytes=len(line) + self._head_bytes,
+                    size_bytes=size_bytes,
                     tokens=request.tokens,
                     inputs=request.inputs,
                     t0_ms=row.t0_ms,
@@ -255,10 +272,10 @@ class Intake:
                 if records:
                     task.note_read(records[-1])
                 reach(Failpoint.ROWS_SPOOLED)
-        size_bytes = sum([len(record.value or b"") for record in records])
+        read_bytes = sum([len(record.value or b"") for record in records])
         self._telemetry.count("records_read", len(records))
-        self._telemetry.count("record_bytes", size_bytes)
-        self._telemetry.event("records_read", partition=partition, records=len(records), bytes=size_bytes)
+        self._telemetry.count("record_bytes", read_bytes)
+        self._telemetry.event("records_read", partition=partition, records=len(records), bytes=read_bytes)
 
     def _append(self, partition: int, pending: dict[BatchKey, list[tuple[int, bytes]]]) -> None:
         for key, lines in pending.items():

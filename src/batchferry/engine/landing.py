@@ -17,54 +17,69 @@ its lot still holds the row.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
-from functools import partial
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
-from typing import TypeVar
-
-from msgspec import structs
 
 from batchferry.config import Settings
 from batchferry.domain.batcherrors import BatchErrorKind
-from batchferry.domain.batchkey import BatchKey
+from batchferry.domain.envelope import EventKind
 from batchferry.domain.errors import PartitionLost
+from batchferry.domain.estimate import estimated_price
 from batchferry.domain.ids import BatchId
-from batchferry.domain.ledger import Lane, Lot, LotState, LotTally
+from batchferry.domain.ledger import UNPRICED, UNREAD, Lane, Lot, LotTally
 from batchferry.domain.machine import Event, LandResults, ResultsIncomplete, ResultsRead, ResultsUnavailable
 from batchferry.domain.offsets import OffsetSet
 from batchferry.domain.partition import PartitionLedger
 from batchferry.domain.provider import BatchSnapshot, CallFailed, LineError, ProviderStatus, Usage
 from batchferry.domain.reconcile import Reconciliation, Whose
-from batchferry.domain.retry import KEPT, Action, RetryPolicy, carry_attempts, decide
-from batchferry.domain.rows import ResultLine, RowClass, RowFlag, UnreadableLine
+from batchferry.domain.rows import ResultLine, RowClass, UnreadableLine
+from batchferry.engine.admission import Admission
 from batchferry.engine.failpoints import Failpoint, reach
-from batchferry.engine.holds import Holds
-from batchferry.engine.outcomes import OutcomeWriter, sample
-from batchferry.engine.partition import PartitionTask, Settlement
-from batchferry.engine.routing import Router, retry_policy
+from batchferry.engine.fates import (
+    AT_ONCE_ROWS,
+    CHUNK_BYTES,
+    NOT_CUT,
+    PACK_ROWS,
+    PACK_TOKENS,
+    RESCUE_WISH,
+    Fates,
+    Heirs,
+    Onward,
+    batches,
+    lost_row,
+    without_source,
+)
+from batchferry.engine.holds import INPUT_FAILURES, Holds
+from batchferry.engine.outcomes import OutcomeWriter
+from batchferry.engine.partition import PartitionTask
+from batchferry.engine.routing import Router
 from batchferry.engine.rowsource import RowSource
 from batchferry.engine.slots import Slots
-from batchferry.ports import BatchProvider, Clock, IndexRow, LocalStore, Telemetry
+from batchferry.ports import BatchProvider, Clock, LocalStore, OutRecord, Telemetry
 
 READ_BYTES = 1024 * 1024
 """One read of a result file. Lines are split on ``\\n`` bytes only: a model's text may hold U+2028."""
 MAX_LINE_BYTES = 64 * 1024 * 1024
 """Of a longer line only the beginning is kept: it counts as unreadable, and memory stays bounded."""
 CHUNK_ROWS = 500
-CHUNK_BYTES = 4 * 1024 * 1024
-"""Answers that wait in memory for their way to the settle queue, one read more at most."""
-PACK_TOKENS = "pack_tokens"
-"""Member of a waiting lot: a provider had no room for more, so a batch of its rows holds at most so many tokens."""
+"""Answers (or ``CHUNK_BYTES`` of them) that wait in memory for the settle queue, one read more at most."""
 MAX_LINKS = 128
 """A span links to at most so many requests."""
-ORIGINALS_AT_ONCE = 200
-"""Input records read again at one time, for the failures that quote them."""
+TOP_CODES = 5
+"""An alarm names so many of the failures' codes, the most frequent ones."""
+PROVIDER_ALARM_RATIO = 0.2
+"""More rows than this share that the provider failed to run: an alarm, which holds nothing."""
+BLAMES_INPUT = (RowClass.INVALID_REQUEST, RowClass.CONTENT_FILTERED, RowClass.TOO_LONG)
+"""Failures that speak about what was asked."""
+LOST_ANSWERS = (RowClass.MISSING, RowClass.UNREADABLE)
+"""Rows that the provider ran and bills, for all we know, and whose answers nobody can read."""
+BLAMES_PROVIDER = (RowClass.TRANSIENT, RowClass.UNREADABLE, RowClass.MISSING, RowClass.EXPIRED)
 
 OwnLots = Mapping[int, tuple[PartitionTask, Lot]]
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -73,12 +88,18 @@ class BatchTally:
 
     classes: dict[int, dict[str, int]] = field(default_factory=dict)
     usage: dict[int, Usage] = field(default_factory=dict)
-    cost: dict[int, int | None] = field(default_factory=dict)
-    sync_cost: dict[int, int | None] = field(default_factory=dict)
+    cost: dict[int, int] = field(default_factory=dict)
+    sync_cost: dict[int, int] = field(default_factory=dict)
+    unpriced: dict[int, int] = field(default_factory=dict)
+    """Rows that ran and whose price is not known; the sums are of the others."""
+    unread: dict[int, int] = field(default_factory=dict)
+    """Rows whose answers are lost and whose tokens nobody knows: perhaps paid, and in no sum."""
     keep_files: set[int] = field(default_factory=set)
     """Partitions with an answer too large to publish: the provider's files are then kept."""
     retried: int = 0
     """Rows that did not succeed and travel again."""
+    codes: Counter[str] = field(default_factory=Counter)
+    """Codes of the rows that were refused for what they say."""
 
     def count(self, partition: int, row_class: RowClass, rows: int = 1) -> None:
         """Add rows of a class."""
@@ -86,7 +107,7 @@ class BatchTally:
         by_class[row_class.value] = by_class.get(row_class.value, 0) + rows
 
     def add_rows(self, partition: int, rows: Sequence[tuple[Usage | None, int | None, int | None]]) -> None:
-        """Add rows' tokens and prices in picodollars (paid, list); one unknown price makes the sum unknown."""
+        """Add rows' tokens and prices in picodollars (paid, list); rows of unknown price are counted."""
         before = self.usage.get(partition, Usage())
         inputs, outputs, cached = before.input_tokens, before.output_tokens, before.cached_tokens
         cost, sync_cost = self.cost.get(partition, 0), self.sync_cost.get(partition, 0)
@@ -95,20 +116,28 @@ class BatchTally:
                 inputs += usage.input_tokens
                 outputs += usage.output_tokens
                 cached += usage.cached_tokens
-            cost = None if cost is None or paid is None else cost + paid
-            sync_cost = None if sync_cost is None or listed is None else sync_cost + listed
+            if paid is None or listed is None:
+                self.unpriced[partition] = self.unpriced.get(partition, 0) + 1
+            else:
+                cost += paid
+                sync_cost += listed
         self.usage[partition] = Usage(inputs, outputs, cached)
         self.cost[partition] = cost
         self.sync_cost[partition] = sync_cost
 
     def of(self, partition: int) -> LotTally:
         """The tally of one lot."""
+        extra: dict[str, object] = {"keep_files": True} if partition in self.keep_files else {}
+        if unpriced := self.unpriced.get(partition):
+            extra[UNPRICED] = unpriced
+        if unread := self.unread.get(partition):
+            extra[UNREAD] = unread
         return LotTally(
             dict(self.classes.get(partition, {})),
             self.usage.get(partition, Usage()),
-            self.cost.get(partition),
-            self.sync_cost.get(partition),
-            {"keep_files": True} if partition in self.keep_files else {},
+            self.cost.get(partition, 0),
+            self.sync_cost.get(partition, 0),
+            extra,
         )
 
     def rows(self, *row_classes: RowClass) -> int:
@@ -157,6 +186,8 @@ class Landing:
         source: RowSource,
         outcomes: OutcomeWriter,
         holds: Holds,
+        fates: Fates,
+        admission: Admission,
     ) -> None:
         self._settings = settings
         self._limits = settings.limits
@@ -167,6 +198,10 @@ class Landing:
         self._source = source
         self._outcomes = outcomes
         self._holds = holds
+        self._fates = fates
+        self._admission = admission
+        self.on_answer: Callable[[int, int, ResultLine, str], None] | None = None
+        """Told of the lines of our rows (partition, offset, line, endpoint) while somebody listens: a canary."""
         self.downloads = Slots(settings.limits.max_downloads)
 
     async def land(
@@ -389,6 +424,14 @@ class Landing:
             task, lot = first.lots[partition]
             ledger = task.ledger
             first.tally.count(partition, RowClass.SUCCEEDED, len(lines))
+            if self.on_answer is not None:
+                for offset, line in lines:
+                    self.on_answer(partition, offset, line, first.endpoint)
+            if (raced := task.rescued.get(lot.lot_id)) is not None:
+                late = OffsetSet(offset for offset, _ in lines if offset in raced and ledger.is_settled(offset))
+                raced -= late  # another reading finds the same lines
+                if late:
+                    self._telemetry.count("waste_rows", len(late), lane="batch")
             unsettled = [pair for pair in lines if not ledger.is_settled(pair[0])]
             known = await self._store.get_rows(partition, [offset for offset, _ in unsettled]) if unsettled else {}
             priced = [(offset, line, self._outcomes.price(lot, line)) for offset, line in lines]
@@ -415,15 +458,15 @@ class Landing:
 
     async def _second_pass(
         self, first: _FirstPass, provider: BatchProvider, paths: Sequence[Path], *, believes_unreadable: bool
-    ) -> dict[int, dict[RowClass, OffsetSet]]:
-        """Turn failing lines into outcomes; returns, by partition and class, the rows that travel again."""
-        again: dict[int, dict[RowClass, OffsetSet]] = {}
+    ) -> dict[int, Heirs]:
+        """Turn failing lines into outcomes; returns, by partition, the rows that travel again."""
+        again: dict[int, Heirs] = {}
         by_partition: dict[int, list[tuple[int, _Place]]] = {}
         for (partition, offset), place in first.failing.items():
             by_partition.setdefault(partition, []).append((offset, place))
         for partition, places in by_partition.items():
             places.sort()
-            for some in _batches(places, ORIGINALS_AT_ONCE, lambda one: one[1].length):
+            for some in batches(places, AT_ONCE_ROWS, lambda one: one[1].length):
                 lines = await asyncio.to_thread(_read_places, paths, [place for _, place in some])
                 failed: list[tuple[int, ResultLine]] = []
                 for (offset, _), raw in zip(some, lines, strict=True):
@@ -442,91 +485,55 @@ class Landing:
         return again
 
     async def _judge(
-        self,
-        first: _FirstPass,
-        partition: int,
-        failed: Sequence[tuple[int, ResultLine]],
-        again: dict[int, dict[RowClass, OffsetSet]],
+        self, first: _FirstPass, partition: int, failed: Sequence[tuple[int, ResultLine]], again: dict[int, Heirs]
     ) -> None:
         task, lot = first.lots[partition]
-        policy = self._policy(lot.key)
         wish = self._holds.cancel_wish(first.batch_id)
-        final: list[tuple[int, ResultLine]] = []
         for offset, line in failed:
+            if self.on_answer is not None:
+                self.on_answer(partition, offset, line, first.endpoint)
             first.tally.count(partition, line.row_class)
             if line.usage is not None:
                 price = self._outcomes.price(lot, line)
                 first.tally.add_rows(partition, [(line.usage, price.batch, price.sync)])
-            ended_in = line.row_class
-            action = decide(ended_in, lot.attempts_of(ended_in.value, offset), policy)
-            if ended_in is RowClass.CANCELLED and wish is not None:
-                # Cancelled because somebody wanted it so: what he said of the rows goes before the retry table.
-                action = Action.FAIL if wish.rows == "fail" else Action.KEEP
-                ended_in = RowClass.CANCELLED if action is Action.FAIL else RowClass.BATCH_FAILED
-            if action is Action.FAIL:
-                final.append((offset, line))
-            else:
-                again.setdefault(partition, {}).setdefault(ended_in, OffsetSet()).add(offset)
-                first.tally.retried += 1
-        if final:
-            await self._fail(first, task, lot, final)
-
-    async def _fail(
-        self, first: _FirstPass, task: PartitionTask, lot: Lot, final: Sequence[tuple[int, ResultLine]]
-    ) -> None:
-        partition = task.partition
-        offsets = OffsetSet(offset for offset, _ in final if not task.ledger.is_settled(offset))
-        if not offsets:
-            return
-        known = await self._store.get_rows(partition, list(offsets))
-        originals = await self._source.originals(partition, offsets)
-        now = self._clock.now()
-        settlements: list[Settlement] = []
-        for offset, line in final:
-            if offset in offsets:
-                row = known.get(offset) or lost_row(offset, lot)
-                settlements.append(
-                    self._outcomes.failure(task, lot, row, line, originals.get(offset), first.snapshot, now)
-                )
-        self._outcomes.tell_turnaround(sample(list(known.values())), now)
-        await task.settle(settlements)
+            if line.row_class in BLAMES_INPUT:
+                first.tally.codes[line.code or line.row_class.value] += 1
+        heirs = again.setdefault(partition, Heirs())
+        wanted = None if wish is None else wish.rows
+        if wanted is None and self._holds.rescue_wish(first.batch_id) is not None:
+            wanted = RESCUE_WISH
+        await self._fates.judge(task, lot, failed, first.snapshot, heirs, wish_rows=wanted)
 
     async def _settle_absent(
         self,
         first: _FirstPass,
         absent: Mapping[int, OffsetSet],
         row_class: RowClass,
-        again: dict[int, dict[RowClass, OffsetSet]],
+        again: dict[int, Heirs],
     ) -> None:
         for partition, rows in absent.items():
             if row_class is RowClass.MISSING:
                 self._telemetry.count("missing_rows", len(rows))
                 self._telemetry.event("rows_missing", batch_id=first.batch_id, partition=partition, rows=len(rows))
-            for some in _batches(list(rows), ORIGINALS_AT_ONCE):
+            for some in batches(list(rows), AT_ONCE_ROWS):
                 lines = [
                     (offset, ResultLine(wire_id="", row_class=row_class, code=f"row_{row_class.value}"))
                     for offset in some
                 ]
                 await self._judge(first, partition, lines, again)
 
-    async def _finish(
-        self, first: _FirstPass, again: Mapping[int, Mapping[RowClass, OffsetSet]], incomplete: str
-    ) -> Event:
+    async def _finish(self, first: _FirstPass, again: Mapping[int, Heirs], incomplete: str) -> Event:
+        if not incomplete:
+            await self._mind_the_ratios(first)
+            self._count_lost_answers(first)
         unfinished = ""
         for partition, (task, lot) in first.lots.items():
             try:
                 await task.flush()
-                ended_in = again.get(partition, {})
                 tally = None if incomplete else first.tally.of(partition)
-                handed_on = await task.finish_lot(
-                    lot.lot_id,
-                    partial(self._heirs, task, lot, ended_in, None),
-                    tally,
-                    self._outcomes.landed_event(task, lot, first.snapshot, tally, self._clock.now()),
-                )
+                await self._end_lot(task, lot, again.get(partition, Heirs()), first.snapshot, first.tally, tally)
             except PartitionLost:
                 continue  # whoever has it now reads the files itself
-            self._tell_retried(first.batch_id, partition, handed_on, ended_in)
             if tally is not None and task.ledger.lots.get(lot.lot_id, lot).is_at_provider:
                 unfinished = "rows_left"
             elif tally is not None:  # the lot is DONE: that happens once
@@ -534,60 +541,94 @@ class Landing:
                 self._telemetry.count("tokens", tally.usage.output_tokens, kind="output")
                 self._telemetry.count("tokens", tally.usage.cached_tokens, kind="cached")
         wish = self._holds.cancel_wish(first.batch_id)
-        if wish is not None and wish.rows == "hold" and again:
+        if wish is not None and wish.rows == "hold" and any(again.values()):
             await self._holds.place_for_operator(first.key, "cancelled")
-        if RowClass.ACCOUNT in {one for ended in again.values() for one in ended}:
+        if any(heirs.has(RowClass.ACCOUNT) for heirs in again.values()):
             await self._holds.place_account(first.key, "row_account_error")
+        if first.tally.rows(RowClass.MODEL_UNAVAILABLE):
+            await self._holds.place_key(first.key, "model_unavailable")
         if incomplete or unfinished:
             return ResultsIncomplete(incomplete or unfinished)
         return ResultsRead()
 
-    def _tell_retried(
-        self, batch_id: BatchId, partition: int, heirs: Sequence[Lot], ended_in: Mapping[RowClass, OffsetSet]
-    ) -> None:
-        for heir in heirs:
-            for row_class, rows in ended_in.items():
-                again = len(rows & heir.offsets)
-                if again:
-                    self._telemetry.count("rows_retried", again, **{"class": row_class.value})
-                    self._telemetry.event(
-                        "rows_retried",
-                        batch_id=batch_id,
-                        partition=partition,
-                        row_class=row_class.value,
-                        rows=again,
-                        submission=heir.submission,
-                    )
-
-    def _heirs(
+    async def _end_lot(
         self,
         task: PartitionTask,
         lot: Lot,
-        ended_in: Mapping[RowClass, OffsetSet],
-        delay_s: float | None,
-        ledger: PartitionLedger,
-        *,
-        max_tokens: int | None = None,
-    ) -> list[Lot]:
-        """The waiting lot of a lot's rows that travel again; only rows the lot still holds.
+        heirs: Heirs,
+        snapshot: BatchSnapshot,
+        batch_tally: BatchTally,
+        tally: LotTally | None,
+        cut: Mapping[str, int] = NOT_CUT,
+    ) -> None:
+        """Hand on the rows that travel again and make the lot DONE, in one transaction."""
 
-        ``max_tokens``: estimated tokens of a batch they may be part of.
+        def events(made: Sequence[Lot], is_done: bool) -> list[OutRecord]:
+            records = self._fates.tell(task, lot, heirs, made, self._onward_record)
+            batch_tally.retried += sum(len(heir.offsets) for heir in made)
+            if is_done and tally is not None:
+                records.append(self._outcomes.landed_event(task, lot, snapshot, tally, self._clock.now()))
+            return records
+
+        def plan(ledger: PartitionLedger) -> list[Lot]:
+            return self._fates.heirs(task, lot, heirs, ledger, cut)
+
+        await task.finish_lot(lot.lot_id, plan, tally, events)
+
+    def _onward_record(self, lot: Lot, heir: Lot, classes: Mapping[str, int]) -> OutRecord:
+        return self._outcomes.onward_event(lot, heir, classes, EventKind.RETRIED, "landed")
+
+    def _count_lost_answers(self, first: _FirstPass) -> None:
+        """Book the tokens of rows whose answers are lost: what the provider counted beyond the lines that were read.
+
+        Only who reads every line of the batch can tell; otherwise, and where the provider counts nothing, the rows
+        are told as such.
         """
-        held = ledger.held_by(lot.lot_id)
-        mine = {row_class: rows & held for row_class, rows in ended_in.items()}
-        rows = OffsetSet()
-        for some in mine.values():
-            rows |= some
-        if not rows:
-            return []
-        counted = {row_class: some for row_class, some in mine.items() if row_class not in KEPT}
-        wait_s = self._policy(lot.key).backoff_s if delay_s is None else delay_s
-        heir = waiting_lot(task, ledger, [lot], rows, counted, self._clock, wait_s)
-        return [heir if max_tokens is None else replace(heir, extra={PACK_TOKENS: max_tokens})]
+        tally = first.tally
+        lost = {p: rows for p in first.lots if (rows := sum(tally.classes.get(p, {}).get(c, 0) for c in LOST_ANSWERS))}
+        if not lost:
+            return
+        rows = sum(lost.values())
+        lot = first.lots[min(first.lots)][1]
+        counted = first.snapshot.usage
+        read = [tally.usage.get(partition, Usage()) for partition in first.lots]
+        inputs = (counted.input_tokens if counted else 0) - sum(one.input_tokens for one in read)
+        outputs = (counted.output_tokens if counted else 0) - sum(one.output_tokens for one in read)
+        if counted is None or set(lot.partitions) != set(first.lots) or min(inputs, outputs) < 0:
+            tally.unread = lost
+            return
+        provider = self._settings.accounts[lot.key.account].provider
+        when = lot.submitted_at or lot.created_at
+        left = rows
+        for partition, some in lost.items():
+            mine = Usage(inputs * some // left, outputs * some // left)
+            inputs, outputs, left = inputs - mine.input_tokens, outputs - mine.output_tokens, left - some
+            paid, listed = (
+                estimated_price(
+                    provider, lot.key.model, mine.input_tokens, mine.output_tokens, some, when, batch=is_batch
+                )
+                for is_batch in (True, False)
+            )
+            tally.add_rows(partition, [(mine, paid or 0, listed or 0)])
+            if paid is None or listed is None:
+                tally.unpriced[partition] = tally.unpriced.get(partition, 0) + some
 
-    def _policy(self, key: BatchKey) -> RetryPolicy:
-        routed = self._router.for_key(key)
-        return retry_policy(None if routed is None else routed.route)
+    async def _mind_the_ratios(self, first: _FirstPass) -> None:
+        """Many refusals of what was asked hold the key, so that nothing more is spent on it; many faults only alarm."""
+        tally = first.tally
+        rows = sum(lot.own_rows for _, lot in first.lots.values())
+        routed = self._router.for_key(first.key)
+        if routed is None or not rows:
+            return
+        route = routed.route
+        refused, faults = tally.rows(*BLAMES_INPUT), tally.rows(*BLAMES_PROVIDER)
+        if refused >= route.alarm_min_rows and refused > rows * route.alarm_ratio:
+            codes = dict(tally.codes.most_common(TOP_CODES))
+            await self._holds.place_for_operator(first.key, INPUT_FAILURES)
+            await self._holds.alarm(INPUT_FAILURES, first.batch_id, first.key, rows=refused, codes=codes)
+        if faults >= route.alarm_min_rows and faults > rows * PROVIDER_ALARM_RATIO:
+            classes = {one.value: count for one in BLAMES_PROVIDER if (count := tally.rows(one))}
+            await self._holds.alarm("provider_failures", first.batch_id, first.key, rows=faults, codes=classes)
 
     # ------------------------------------------------------------------------------------------ failed batches
 
@@ -596,7 +637,7 @@ class Landing:
     ) -> Event:
         """The provider refused the file as a whole: nothing ran. Named rows fail, all others go again."""
         tally = memory.tally = BatchTally()
-        key = next(iter(lots.values()))[1].key
+        key, rows = next(iter(lots.values()))[1].key, next(iter(lots.values()))[1].rows
         kinds = {error: provider.classify_batch_error(error) for error in snapshot.errors}
         self._telemetry.event(
             "batch_failed_whole",
@@ -606,7 +647,7 @@ class Landing:
             lines=sum(1 for error in snapshot.errors if error.line is not None),
             rows=sum(lot.own_rows for _, lot in lots.values()),
         )
-        max_tokens: int | None = None
+        cut: dict[str, int] = {}
         named: dict[int, list[tuple[int, LineError]]] = {}
         has_row_errors = False
         for error, kind in kinds.items():
@@ -625,7 +666,9 @@ class Landing:
         elif BatchErrorKind.TOKEN_LIMIT in seen:
             await self._holds.place_key(key, "token_limit_exceeded")
             # The same rows at once may be too many for ever: half as many travel next, and half again after that.
-            max_tokens = max(1, next(iter(lots.values()))[1].tokens // 2)
+            cut[PACK_TOKENS] = await self._admission.refused(batch_id, key, next(iter(lots.values()))[1].tokens)
+        elif BatchErrorKind.TOO_LARGE in seen and not has_row_errors and rows > 1:
+            cut[PACK_ROWS] = rows // 2
         elif BatchErrorKind.MODEL in seen and not has_row_errors:
             await self._holds.place_key(key, "model_unavailable")
         elif not has_row_errors and BatchErrorKind.FILE_MISSING not in seen:
@@ -637,7 +680,7 @@ class Landing:
         first = _FirstPass(
             batch_id, snapshot, lots, Reconciliation({p: lot for p, (_, lot) in lots.items()}, {}), memory
         )
-        again: dict[int, dict[RowClass, OffsetSet]] = {}
+        again: dict[int, Heirs] = {}
         try:
             for partition, (task, lot) in lots.items():
                 await self._source.index(partition, task.ledger.unsettled(lot.offsets))
@@ -646,28 +689,21 @@ class Landing:
                     (offset, ResultLine("", RowClass.INVALID_REQUEST, code=error.code, message=error.message))
                     for offset, error in failing.items()
                 ]
-                for some in _batches(lines, ORIGINALS_AT_ONCE):
+                for some in batches(lines, AT_ONCE_ROWS):
                     await self._judge(first, partition, some, again)
                 rest = task.ledger.held_by(lot.lot_id) - OffsetSet(failing)
                 if rest:
-                    again.setdefault(partition, {})[RowClass.BATCH_FAILED] = rest
+                    wait_s = self._fates.policy(key).backoff_s if delay_s is None else delay_s
+                    heirs = again.setdefault(partition, Heirs())
+                    heirs.add_all(Onward(Lane.BATCH, wait_s), RowClass.BATCH_FAILED, rest, lot.due)
                     tally.count(partition, RowClass.BATCH_FAILED, len(rest))
-                    tally.retried += len(rest)
                 await task.flush()
         except PartitionLost:
             return ResultsIncomplete("partition_moved")
         for partition, (task, lot) in lots.items():
-            ended_in = again.get(partition, {})
-            try:
-                handed_on = await task.finish_lot(
-                    lot.lot_id,
-                    partial(self._heirs, task, lot, ended_in, delay_s, max_tokens=max_tokens),
-                    tally.of(partition),
-                    self._outcomes.landed_event(task, lot, snapshot, tally.of(partition), self._clock.now()),
-                )
-            except PartitionLost:
-                continue
-            self._tell_retried(batch_id, partition, handed_on, ended_in)
+            with contextlib.suppress(PartitionLost):
+                heirs = again.get(partition, Heirs())
+                await self._end_lot(task, lot, heirs, snapshot, tally, tally.of(partition), cut)
         return ResultsRead()
 
 
@@ -693,50 +729,6 @@ class _FirstPass:
         """The other unreadable lines, by whose they are."""
         self.is_cut = False
         """A file ends in the middle of a line: its lines may be as many as were counted, and one is not whole."""
-
-
-def waiting_lot(
-    task: PartitionTask,
-    ledger: PartitionLedger,
-    sources: Sequence[Lot],
-    rows: OffsetSet,
-    ended_in: Mapping[RowClass, OffsetSet],
-    clock: Clock,
-    wait_s: float,
-) -> Lot:
-    """A WAITING lot of rows that get another submission, with what they have been through."""
-    now = clock.now()
-    pattern = sources[0]
-    share = len(rows) / max(1, pattern.own_rows)
-    return Lot(
-        lot_id=task.new_lot_id(),
-        lane=Lane.BATCH,
-        state=LotState.WAITING,
-        key=pattern.key,
-        offsets=rows,
-        submission=ledger.next_submission(rows),
-        partitions=(task.partition,),
-        created_at=now,
-        rows=len(rows),
-        tokens=round(pattern.own_tokens * share),
-        bytes=round(pattern.own_bytes * share),
-        own_rows=len(rows),
-        own_tokens=round(pattern.own_tokens * share),
-        own_bytes=round(pattern.own_bytes * share),
-        attempts=carry_attempts(sources, rows, ended_in),
-        not_before=now + timedelta(seconds=wait_s),
-    )
-
-
-def lost_row(offset: int, lot: Lot) -> IndexRow:
-    """The index row of a record that the log has deleted: its own words are gone, its outcome is not."""
-    deadline_ms = round(lot.created_at.timestamp() * 1000)
-    return IndexRow(offset, "", None, (), deadline_ms, deadline_ms, lot.key.digest)
-
-
-def without_source(line: ResultLine) -> ResultLine:
-    """The line of a row whose record the log has deleted, marked as such."""
-    return structs.replace(line, flags=(*line.flags, RowFlag.SOURCE_DELETED))
 
 
 async def read_lines(path: Path) -> AsyncIterator[Sequence[tuple[int, bytes]]]:
@@ -777,16 +769,3 @@ def _read_places(paths: Sequence[Path], places: Sequence[_Place]) -> list[bytes]
         for file in files:
             file.close()
     return lines
-
-
-def _batches(items: Sequence[T], size: int, bytes_of: Callable[[T], int] = lambda _: 0) -> Iterator[Sequence[T]]:
-    """The items in pieces of at most ``size`` and, but for a larger one alone, ``CHUNK_BYTES``."""
-    start = size_bytes = 0
-    for end, item in enumerate(items):
-        more_bytes = bytes_of(item)
-        if end > start and (end - start >= size or size_bytes + more_bytes > CHUNK_BYTES):
-            yield items[start:end]
-            start, size_bytes = end, 0
-        size_bytes += more_bytes
-    if start < len(items):
-        yield items[start:]

@@ -21,6 +21,7 @@ from batchferry.domain.provider import (
     FileRole,
     UploadedFile,
 )
+from batchferry.domain.rows import SyncAnswer
 from batchferry.ports import BatchProvider, Telemetry, UploadSource
 
 ANSWERED = "ok"
@@ -108,6 +109,10 @@ class MeteredProvider:
         """As the port says."""
         return await self._call("delete", self._provider.delete_file(file_id))
 
+    async def answer(self, endpoint: str, body: bytes, timeout_s: float) -> SyncAnswer:
+        """As the port says."""
+        return await self._call("answer", self._provider.answer(endpoint, body, timeout_s))
+
     @property
     def clock_skew_s(self) -> float | None:
         """As the port says."""
@@ -123,16 +128,19 @@ class MeteredProvider:
         outcome = BROKE
         try:
             got = await answer
-            outcome = got.kind.value if isinstance(got, CallFailed) else ANSWERED
+            failure = got.failure if isinstance(got, SyncAnswer) else got if isinstance(got, CallFailed) else None
+            outcome = ANSWERED if failure is None else failure.kind.value
         except asyncio.CancelledError:
             outcome = CUT_OFF
             raise
         finally:
             self._telemetry.count("provider_calls", account=self.name, call=call, outcome=outcome)
             self._telemetry.observe("provider_call_seconds", loop.time() - started, call=call)
-        if isinstance(got, CallFailed) and got.kind is CallFailure.THROTTLED:
+        if failure is not None and failure.kind is CallFailure.THROTTLED:
             self._telemetry.count("provider_throttled", account=self.name)
-            self._telemetry.event("provider_throttled", account=self.name, call=call, retry_after_s=got.retry_after_s)
+            self._telemetry.event(
+                "provider_throttled", account=self.name, call=call, retry_after_s=failure.retry_after_s
+            )
         self._watch_clock()
         return got
 

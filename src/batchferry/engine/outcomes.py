@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypedDict, TypeVar
 
 from batchferry.config import Settings
 from batchferry.domain import machine as m
 from batchferry.domain.batchkey import BatchKey
 from batchferry.domain.envelope import (
+    Attempt,
     BatchFacts,
     EventKind,
     Original,
@@ -31,13 +32,16 @@ from batchferry.domain.envelope import (
     render_event,
     render_failure,
     render_result,
+    render_split,
 )
-from batchferry.domain.ids import WireId
-from batchferry.domain.ledger import Lot, LotTally
+from batchferry.domain.ids import LotId, WireId
+from batchferry.domain.ledger import UNPRICED, UNREAD, Lane, Lot, LotTally
 from batchferry.domain.money import Price, format_usd, price_row
+from batchferry.domain.offsets import OffsetSet
 from batchferry.domain.provider import BatchSnapshot
 from batchferry.domain.requests import DEFAULT_RULES, BadRecord, parse_request
-from batchferry.domain.rows import ResultLine, RowClass
+from batchferry.domain.retry import SYNC_TRIES
+from batchferry.domain.rows import ResultLine, RowClass, RowFlag
 from batchferry.domain.times import first_seen_ms, from_ms
 from batchferry.engine.partition import PartitionTask, Settlement
 from batchferry.engine.routing import Router
@@ -51,6 +55,8 @@ ENVELOPE_BYTES = 4096
 """About what our own members and the headers add to an answer."""
 
 
+REVIEWED = frozenset({RowFlag.TRUNCATED, RowFlag.REFUSED, RowFlag.FILTERED, RowFlag.EMPTY})
+"""Flags of an answer that a person may want to see."""
 _NO_ATTEMPTS: Mapping[str, int] = {}
 T = TypeVar("T")
 
@@ -111,9 +117,10 @@ class OutcomeWriter:
             return RowPrice(None)
         provider = self._settings.accounts[lot.key.account].provider
         when = lot.submitted_at or lot.created_at
-        price = price_row(provider, line.model or lot.key.model, line.usage, when, batch=True)
+        batch = lot.lane is Lane.BATCH
+        price = price_row(provider, line.model or lot.key.model, line.usage, when, batch=batch)
         if price is None and line.model:
-            price = price_row(provider, lot.key.model, line.usage, when, batch=True)
+            price = price_row(provider, lot.key.model, line.usage, when, batch=batch)
         return RowPrice(price)
 
     def results(
@@ -121,28 +128,34 @@ class OutcomeWriter:
         task: PartitionTask,
         lot: Lot,
         answered: Sequence[tuple[IndexRow, ResultLine, RowPrice]],
-        snapshot: BatchSnapshot,
+        snapshot: BatchSnapshot | None,
         now: datetime,
     ) -> list[Settlement]:
-        """Successes of one lot; one that is too large for its topic becomes a failure that says so.
+        """Successes of one lot (``snapshot`` None: of a wave); one too large for its topic becomes a failure saying so.
 
         Runs for every row of every batch: what all rows of the chunk share is worked out once.
         """
-        topic = self._topics.results
-        limit = self._max_bytes[topic]
-        partition = self._partition(topic, task.partition)
+        results = self._topics.results
+        review = self._review_of(lot)
         facts = self._facts(lot, snapshot, now)
         now_ms = now.timestamp() * 1000
+        limits = {
+            name: (self._max_bytes[name], self._partition(name, task.partition))
+            for name in {results, review or results}
+        }
         settlements = []
         plain = 0
         for row, line, price in answered:
             context = self._context(task, lot, row, facts, now_ms, line.wire_id)
             value = render_result(context, line, price.price)
+            topic = review if review is not None and not REVIEWED.isdisjoint(line.flags) else results
+            limit, partition = limits[topic]
             headers = outcome_headers(context, "succeeded", now, _traced(row.headers))
             key = _key(row)
             if len(value) + len(key or b"") + _size(headers) <= limit:
                 record = OutRecord(topic, key, value, headers, partition)
-                settlements.append(Settlement(row.offset, record, row.deadline_ms))
+                is_missed = context.deadline_met is False
+                settlements.append(Settlement(row.offset, record, row.deadline_ms, is_missed=is_missed))
                 if context.deadline_met is False or line.flags:
                     self._told(row, RowClass.SUCCEEDED, now, line)
                 else:
@@ -167,7 +180,7 @@ class OutcomeWriter:
         context: OutcomeContext,
         size_bytes: int,
         now: datetime,
-        snapshot: BatchSnapshot,
+        snapshot: BatchSnapshot | None,
     ) -> Settlement:
         body = line.body or b""
         kept_at = self._keep_answer(lot, task.partition, row.offset, body)
@@ -193,12 +206,17 @@ class OutcomeWriter:
             answer={
                 "bytes": len(body),
                 "sha256": hashlib.sha256(body).hexdigest(),
-                "file_id": snapshot.output_file_id,
+                "file_id": None if snapshot is None else snapshot.output_file_id,
                 "kept_at": kept_at,
             },
         )
         record = self._fitted(self._topics.failures, context, row, value, now)
-        return Settlement(row.offset, record, row.deadline_ms)
+        return Settlement(row.offset, record, row.deadline_ms, is_missed=context.deadline_met is False)
+
+    def _review_of(self, lot: Lot) -> str | None:
+        """Where flagged answers of this lot go; None: to the results like all others."""
+        routed = self._router.for_key(lot.key)
+        return self._topics.review_topic if routed is not None and routed.route.review else None
 
     def _fitted(self, topic: str, context: OutcomeContext, row: IndexRow, value: bytes, now: datetime) -> OutRecord:
         """A failure's record; key and headers are the caller's, and go when the topic does not take them."""
@@ -241,17 +259,85 @@ class OutcomeWriter:
         row: IndexRow,
         line: ResultLine,
         original: Original | None,
-        snapshot: BatchSnapshot,
+        snapshot: BatchSnapshot | None,
         now: datetime,
+        *,
+        for_review: bool = False,
     ) -> Settlement:
         """A final failure; it counts only while ``lot`` still holds the row."""
         context = self._context(task, lot, row, self._facts(lot, snapshot, now), now.timestamp() * 1000)
-        topic = self._topics.review_topic if line.row_class is RowClass.CONTENT_FILTERED else self._topics.failures
+        topic = self._topics.review_topic if for_review else self._topics.failures
         self._told(row, line.row_class, now, line)
         record = self._failure_record(
-            topic, context, row, line.row_class, line.code or line.row_class.value, line.message, now, original, line
+            topic,
+            context,
+            row,
+            line.row_class,
+            line.code or line.row_class.value,
+            line.message,
+            now,
+            original,
+            line,
+            tried=_tried(context, lot, line, now),
         )
-        return Settlement(row.offset, record, row.deadline_ms, only_if_held_by=lot.lot_id)
+        is_missed = context.deadline_met is False
+        return Settlement(row.offset, record, row.deadline_ms, only_if_held_by=lot.lot_id, is_missed=is_missed)
+
+    def split(
+        self,
+        task: PartitionTask,
+        lot: Lot | None,
+        row: IndexRow,
+        line: ResultLine,
+        parts: Sequence[OutRecord],
+        snapshot: BatchSnapshot | None,
+        now: datetime,
+    ) -> Settlement:
+        """The end of a row that goes on as parts: its outcome and the parts are published together or not at all.
+
+        ``lot`` is None for a row that was never sent.
+        """
+        if lot is None:
+            context = self._bare_context(task, row)
+        else:
+            context = self._context(task, lot, row, self._facts(lot, snapshot, now), now.timestamp() * 1000)
+        self._told(row, RowClass.SPLIT, now, None)
+        value = render_split(context, line, len(parts))
+        headers = outcome_headers(context, "split", now, _traced(row.headers))
+        topic = self._topics.results
+        record = OutRecord(topic, _key(row), value, headers, self._partition(topic, task.partition))
+        held_by = None if lot is None else lot.lot_id
+        return Settlement(
+            row.offset,
+            record,
+            row.deadline_ms,
+            only_if_held_by=held_by,
+            is_missed=context.deadline_met is False,
+            also=tuple(parts),
+        )
+
+    def given_up(
+        self,
+        task: PartitionTask,
+        row: IndexRow,
+        row_class: RowClass,
+        message: str,
+        original: Original | None,
+        now: datetime,
+        *,
+        remedy: str,
+        held_by: LotId | None = None,
+        for_review: bool = False,
+    ) -> Settlement:
+        """The failure of a row that is not to be run (any more): too old, too late, or surely too long."""
+        self._told(row, row_class, now, None)
+        context = self._bare_context(task, row)
+        topic = self._topics.review_topic if for_review else self._topics.failures
+        made = self._failure_record(
+            topic, context, row, row_class, row_class.value, message, now, original, remedy=remedy
+        )
+        is_missed = row.deadline_ms > row.t0_ms and now.timestamp() * 1000 > row.deadline_ms
+        return Settlement(row.offset, made, row.deadline_ms, only_if_held_by=held_by, is_missed=is_missed)
 
     def _failure_record(
         self,
@@ -267,6 +353,7 @@ class OutcomeWriter:
         *,
         remedy: str | None = None,
         duplicate_of: int | None = None,
+        tried: Sequence[Attempt] = (),
     ) -> OutRecord:
         passed = _size(row.headers)
         attempt_line = line if line is not None and line.body is not None else None
@@ -281,6 +368,7 @@ class OutcomeWriter:
                 original=quote,
                 line=answer,
                 duplicate_of=duplicate_of,
+                tried=tried,
             )
 
         value = render(original, attempt_line)
@@ -433,6 +521,7 @@ class OutcomeWriter:
             lot.created_at,
             lot.submitted_at,
             now,
+            lot.lane,
         )
 
     def _told(self, row: IndexRow, row_class: RowClass, now: datetime, line: ResultLine | None) -> None:
@@ -457,17 +546,14 @@ class OutcomeWriter:
         counts, self._counts = self._counts, Counter()
         for (name, label, value), rows in counts.items():
             self._telemetry.count(name, rows, **{label: value})
-        missed = counts["deadlines", "met", "no"]
-        if missed:
-            self._telemetry.event("deadline_missed", rows=missed)
 
     # ------------------------------------------------------------------------------------------------ events
 
-    def submitted_event(self, lot: Lot, snapshot: BatchSnapshot) -> OutRecord:
+    def submitted_event(self, partition: int, lot: Lot, snapshot: BatchSnapshot) -> OutRecord:
         """The provider batch exists; written in the transaction that records its id."""
         return self._event(
             EventKind.SUBMITTED,
-            f"{lot.lot_id}-submitted",
+            f"{lot.lot_id}-submitted-{partition}",
             lot,
             snapshot,
             rows=lot.rows,
@@ -475,33 +561,73 @@ class OutcomeWriter:
             tokens=lot.tokens,
             partitions=list(lot.partitions),
             reason=lot.seal_reason,
+            **_row_fields(lot, partition),
+        )
+
+    def wave_event(self, lot: Lot) -> OutRecord:
+        """Rows begin their way through the sync lane; written in the transaction that says so in the ledger."""
+        rows = _row_fields(lot)
+        event_id = f"{lot.lot_id}-submitted"
+        return self._event(EventKind.SUBMITTED, event_id, lot, None, rows=lot.rows, reason=lot.seal_reason, **rows)
+
+    def onward_event(self, lot: Lot, heir: Lot, classes: Mapping[str, int], kind: EventKind, reason: str) -> OutRecord:
+        """Rows of ``lot`` travel again, in ``heir``; written in the transaction that makes the heir."""
+        fields = _row_fields(heir)
+        return self._event(
+            kind, f"{heir.lot_id}-{kind.value}", lot, None, rows=heir.own_rows, classes=classes, reason=reason, **fields
+        )
+
+    def missed_event(self, partition: int, missed: Sequence[Settlement]) -> OutRecord:
+        """Outcomes that came after their deadline; written in the transaction that publishes them."""
+        now = self._clock.now()
+        first = min(missed, key=lambda one: one.offset).offset
+        event_id = f"missed-{partition}-{first}-{len(missed)}-{round(now.timestamp() * 1000)}"
+        late_s = now.timestamp() - min(one.deadline_ms for one in missed) / 1000
+        offsets = OffsetSet(one.offset for one in missed).dumps()
+        self._telemetry.event("deadline_missed", rows=len(missed))
+        return self.plain_event(
+            EventKind.DEADLINE_MISSED,
+            event_id,
+            partition=partition,
+            rows=len(missed),
+            late_s=round(late_s, 3),
+            offsets=offsets,
         )
 
     def landed_event(
-        self, task: PartitionTask, lot: Lot, snapshot: BatchSnapshot, tally: LotTally | None, now: datetime
-    ) -> Sequence[OutRecord]:
-        """One partition's part has landed; written in the transaction that makes its lot DONE."""
-        if tally is None:
-            return ()
-        money: dict[str, str] = {}
+        self,
+        task: PartitionTask,
+        lot: Lot,
+        snapshot: BatchSnapshot | None,
+        tally: LotTally,
+        now: datetime,
+        unknown_rows: int = 0,
+    ) -> OutRecord:
+        """One partition's part has landed; written in the transaction that makes its lot DONE (or ends a wave)."""
+        money: dict[str, str | int] = {}
         if tally.cost_picodollars is not None and tally.list_picodollars is not None:
             money = {"usd": format_usd(tally.cost_picodollars), "sync_usd": format_usd(tally.list_picodollars)}
-        return [
-            self._event(
-                EventKind.LANDED,
-                f"{lot.lot_id}-landed-{task.partition}",
-                lot,
-                snapshot,
-                now,
-                partition=task.partition,
-                rows=lot.own_rows,
-                classes=dict(tally.classes),
-                input_tokens=tally.usage.input_tokens,
-                output_tokens=tally.usage.output_tokens,
-                cached_tokens=tally.usage.cached_tokens,
-                **money,
-            )
-        ]
+        if isinstance(unpriced := tally.extra.get(UNPRICED), int):
+            money["unpriced_rows"] = unpriced
+        unread = tally.extra.get(UNREAD)
+        unknown_rows += unread if isinstance(unread, int) else 0
+        if unknown_rows:
+            money["unknown_rows"] = unknown_rows
+        return self._event(
+            EventKind.LANDED,
+            f"{lot.lot_id}-landed-{task.partition}",
+            lot,
+            snapshot,
+            now,
+            partition=task.partition,
+            rows=lot.own_rows,
+            classes=dict(tally.classes),
+            lane=lot.lane.value,
+            input_tokens=tally.usage.input_tokens,
+            output_tokens=tally.usage.output_tokens,
+            cached_tokens=tally.usage.cached_tokens,
+            **money,
+        )
 
     def state_event(self, before: m.Batch, after: m.Batch, now: datetime) -> list[OutRecord]:
         """A batch went from one state to the next; published outside any transaction, as it states no ledger fact."""
@@ -570,8 +696,10 @@ def _facts(
     sealed_at: datetime,
     submitted_at: datetime | None,
     landed_at: datetime | None,
+    lane: Lane = Lane.BATCH,
 ) -> BatchFacts:
     return BatchFacts(
+        lane=lane.value,
         account=key.account,
         provider=provider,
         endpoint=key.endpoint,
@@ -585,6 +713,41 @@ def _facts(
         submitted_at=submitted_at,
         landed_at=landed_at,
     )
+
+
+class _RowFields(TypedDict):
+    """What an event says of the rows of one partition."""
+
+    partition: int
+    offsets: str
+    submission: int
+    lane: str
+
+
+def _row_fields(lot: Lot, partition: int | None = None) -> _RowFields:
+    return {
+        "partition": lot.partitions[0] if partition is None else partition,
+        "offsets": lot.offsets.dumps(),
+        "submission": lot.submission,
+        "lane": lot.lane.value,
+    }
+
+
+def _tried(context: OutcomeContext, lot: Lot, line: ResultLine, now: datetime) -> list[Attempt]:
+    """What a failure says of its tries: of the earlier ones the ledger keeps only why they ended, the last is known."""
+    earlier: list[Attempt] = []
+    for name, times in context.attempts.items():
+        one: Attempt = {"lane": Lane.SYNC.value} if name == SYNC_TRIES else {"row_class": name}
+        earlier += [one] * times
+    last: Attempt = {
+        "lane": lot.lane.value,
+        "batch_id": lot.lot_id,
+        "wire_id": context.wire_id,
+        "row_class": line.row_class.value,
+        "code": line.code,
+        "at": now,
+    }
+    return [*earlier, last]
 
 
 def _key(row: IndexRow) -> bytes | None:

@@ -24,6 +24,7 @@ from batchferry.domain.errors import InvariantBroken, LedgerDamaged, PartitionLo
 from batchferry.domain.ids import LedgerId, LotId, new_batch_id, new_ledger_id
 from batchferry.domain.ledger import (
     Claim,
+    Lane,
     LedgerEntry,
     LedgerHeader,
     Lot,
@@ -79,6 +80,10 @@ class Settlement:
     record: OutRecord
     deadline_ms: int
     only_if_held_by: LotId | None = None
+    is_missed: bool = False
+    """The row's deadline was over when its outcome was made."""
+    also: tuple[OutRecord, ...] = ()
+    """Records that are published with it or not at all: the parts of a row that was split."""
 
     size_bytes: int = 0
     """What it weighs in a transaction."""
@@ -86,6 +91,8 @@ class Settlement:
     def __post_init__(self) -> None:
         record = self.record
         self.size_bytes = len(record.value or b"") + len(record.key or b"") + RECORD_FRAME_BYTES
+        for one in self.also:
+            self.size_bytes += len(one.value or b"") + len(one.key or b"") + RECORD_FRAME_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +160,8 @@ class PartitionTask:
         """Offsets at and above this one cannot be in the ledger yet."""
         self.packed_rows: dict[LotId, OffsetSet] = {}
         """Rows of waiting lots that are in a sealed batch of this process already."""
+        self.rescued: dict[LotId, OffsetSet] = {}
+        """Rows that run beside a batch which names them too: one of the two answers will be waste."""
         self.last_read: Witness | None = None
         """The last record that the intake took of this partition, in this life."""
         self._new_witness: Witness | None = None
@@ -180,6 +189,8 @@ class PartitionTask:
         self._idle = asyncio.Condition()
         self.on_lost: Callable[[PartitionTask], None] = lambda _task: None
         """Called once, synchronously, when this life ends."""
+        self.on_missed: Callable[[int, Sequence[Settlement]], OutRecord | None] = lambda _partition, _missed: None
+        """Makes the event that goes out with outcomes that came after their deadline."""
         self.on_settled: Callable[[int, OffsetSet], None] = lambda _partition, _offsets: None
         """Called after each commit with the offsets it settled."""
 
@@ -627,6 +638,7 @@ class PartitionTask:
         if not self._is_full:
             self._room.set()
         records: list[OutRecord] = []
+        missed: list[Settlement] = []
         settled_now = OffsetSet()
         loop_started, started_at = loop.time(), self._clock.now()
 
@@ -642,6 +654,11 @@ class PartitionTask:
                         continue
                 settled_now.add(offset)
                 records.append(settlement.record)
+                records.extend(settlement.also)
+                if settlement.is_missed:
+                    missed.append(settlement)
+            if missed and (event := self.on_missed(self.partition, missed)) is not None:
+                records.append(event)
             return ledger.plan_settle(settled_now, self._clock.now()) if settled_now else []
 
         try:
@@ -691,13 +708,14 @@ class PartitionTask:
         lot_id: LotId,
         waiting: Callable[[PartitionLedger], Sequence[Lot]],
         tally: LotTally | None,
-        records: Sequence[OutRecord] = (),
+        events: Callable[[Sequence[Lot], bool], Sequence[OutRecord]],
     ) -> Sequence[Lot]:
         """End of a reading: rows to be tried again go into waiting lots, and the lot is DONE if it holds no row.
 
         Args:
             waiting: makes the waiting lots against the ledger as it then is.
             tally: what the result files said in all; None when they must be read again.
+            events: what is told of it, given the waiting lots and whether the lot is DONE now; published with it.
 
         Returns:
             the waiting lots that were written.
@@ -715,8 +733,8 @@ class PartitionTask:
             if not heirs and not finished:
                 return []
             entries = ledger.plan_settle(self._take_gaps(ledger), self._clock.now(), heirs, finished)
-            if any(isinstance(entry, Lot) and entry.state is LotState.DONE for entry in entries):
-                told.extend(records)  # these state that the lot is DONE
+            is_done = any(isinstance(entry, Lot) and entry.state is LotState.DONE for entry in entries)
+            told.extend(events(heirs, is_done))
             return entries
 
         await self.commit(plan, told, purpose="land")
@@ -736,9 +754,13 @@ class PartitionTask:
 
         await self.commit(plan, purpose="tidy")
 
-    def waiting_lots(self) -> Mapping[LotId, Lot]:
-        """Lots whose rows wait for another submission."""
-        return {lot.lot_id: lot for lot in self.ledger.lots.values() if lot.state is LotState.WAITING}
+    def waiting_lots(self, lane: Lane | None = None) -> Mapping[LotId, Lot]:
+        """Lots whose rows wait for another submission, in either lane or in one."""
+        return {
+            lot.lot_id: lot
+            for lot in self.ledger.lots.values()
+            if lot.state is LotState.WAITING and (lane is None or lot.lane is lane)
+        }
 
     def new_lot_id(self) -> LotId:
         """A fresh id for a waiting lot."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from batchferry.config import RouteSettings, Settings
 from batchferry.domain.accumulator import SealLimits
 from batchferry.domain.batchkey import BatchKey
+from batchferry.domain.context import context_tokens
 from batchferry.domain.requests import REMEDIES, BadRecord, RecordRule, Request
 from batchferry.domain.retry import RetryPolicy
 from batchferry.domain.rows import RowClass
 from batchferry.domain.times import WaitPlan, plan_waits
 
+_NO_LIMIT = sys.maxsize
 CACHE_ENTRIES = 10_000
 """The model and slice are the caller's words, so what is remembered of them is bounded."""
 
@@ -28,6 +31,14 @@ class Routed:
     sla_ms: int
     wait_ms: int
     """From t0 to ``ship_by`` for a record that sets no SLA or deadline of its own."""
+    late_ms: int
+    """A row whose deadline is nearer than this is late: no batch that leaves now brings it home in time."""
+    max_age_ms: int
+    long_tokens: int
+    """Rows of more estimated tokens go their own way, or may be too long for their model."""
+    context_tokens: int | None
+    is_special: bool
+    """Every row is looked at more closely: a canary, a demand for ``max_tokens``, or prompts to group."""
 
 
 class Router:
@@ -62,6 +73,7 @@ class Router:
         paying = self._settings.accounts[name]
         key = BatchKey(name, url, model, paying.completion_window, slice_)
         plan = plan_waits(route.sla_s, paying.window_s, route.margin_s, route.max_wait_s)
+        context = route.context_tokens or context_tokens(paying.provider, model)
         return Routed(
             route,
             key,
@@ -75,6 +87,11 @@ class Router:
             key.digest,
             round(plan.sla_s * 1000),
             round(min(plan.max_wait_s, plan.formula_wait_s) * 1000),
+            round((paying.window_s + self._settings.rescue_lead_s) * 1000),
+            round(route.max_age_s * 1000),
+            min(_NO_LIMIT if route.long_row is None else route.long_row.over_tokens, context or _NO_LIMIT),
+            context,
+            route.canary is not None or route.missing_max_tokens != "allow" or route.group_prefixes,
         )
 
     def for_key(self, key: BatchKey) -> Routed | None:
@@ -85,10 +102,11 @@ class Router:
         return None if isinstance(found, BadRecord) else found
 
 
-def retry_policy(route: RouteSettings | None) -> RetryPolicy:
-    """How often this route sends a row again, by class."""
-    if route is None:
+def retry_policy(settings: Settings, key: BatchKey, routed: Routed | None) -> RetryPolicy:
+    """What is done with rows that did not succeed under a key; the default where no route takes it any more."""
+    if routed is None:
         return RetryPolicy.default()
+    route, paying = routed.route, settings.accounts[key.account]
     retries = route.retries
     return RetryPolicy(
         {
@@ -97,5 +115,14 @@ def retry_policy(route: RouteSettings | None) -> RetryPolicy:
             RowClass.MISSING: retries.missing,
             RowClass.EXPIRED: retries.expired,
             RowClass.CANCELLED: retries.expired,
-        }
+        },
+        route.policies,
+        retries.backoff_s,
+        retries.backoff_max_s,
+        paying.window_s,
+        settings.rescue_lead_s,
+        paying.sync.tries,
+        paying.sync.enabled,
+        route.late,
+        route.larger_model,
     )

@@ -39,6 +39,8 @@ class RowLine(NamedTuple):
     tokens: int
     """Estimated input tokens."""
     inputs: int
+    row: IndexRow
+    max_age_ms: int
 
 
 @dataclass(slots=True)
@@ -156,15 +158,43 @@ class RowSource:
                     request = accepted.request
                     line = provider.render_line(request.url, request.body)
                     size_bytes = len(line) + head_bytes
-                    rows.lines.append(RowLine(record.offset, line, size_bytes, request.tokens, request.inputs))
+                    rows.lines.append(
+                        RowLine(
+                            record.offset,
+                            line,
+                            size_bytes,
+                            request.tokens,
+                            request.inputs,
+                            accepted.row,
+                            accepted.routed.max_age_ms,
+                        )
+                    )
                 yield rows
+
+    async def requests(
+        self, partition: int, offsets: OffsetSet
+    ) -> AsyncGenerator[tuple[list[Accepted], list[tuple[Record, BadRecord]]], None]:
+        """These rows as requests, ascending, in bounded chunks, with those that today's rules or routes refuse."""
+        now_ms = round(self._clock.now().timestamp() * 1000)
+        async with aclosing(self.read(partition, offsets)) as reading:
+            async for records in reading:
+                accepted: list[Accepted] = []
+                refused: list[tuple[Record, BadRecord]] = []
+                for record in records:
+                    one = self.accept(record, now_ms)
+                    if isinstance(one, BadRecord):
+                        refused.append((record, one))
+                    else:
+                        accepted.append(one)
+                yield accepted, refused
 
     async def originals(self, partition: int, offsets: OffsetSet) -> Mapping[int, Original]:
         """The values of these input records as failures quote them: bounded, each. What is lost is absent."""
         quotes: dict[int, Original] = {}
-        async for records in self.read(partition, offsets):
-            for record in records:
-                quote = quote_original(record.value)
-                if quote is not None:
-                    quotes[record.offset] = quote
+        async with aclosing(self.read(partition, offsets)) as reading:
+            async for records in reading:
+                for record in records:
+                    quote = quote_original(record.value)
+                    if quote is not None:
+                        quotes[record.offset] = quote
         return quotes

@@ -29,6 +29,8 @@ class SealedPart:
     tokens: int
     due: Mapping[int, int] = field(default_factory=dict)
     attempts: Mapping[str, Mapping[int, OffsetSet]] = field(default_factory=dict)
+    extra: Mapping[str, object] = field(default_factory=dict)
+    """Members of the lot that go on from those its rows waited in."""
     submission: int = 0
     """The number in the wire ids; fixed when the batch is made, as the file carries it."""
 
@@ -103,6 +105,7 @@ class SealedBatch:
             seal_reason=self.reason.value,
             attempts=part.attempts,
             due=part.due,
+            extra=part.extra,
             **fields,  # type: ignore[arg-type]
         )
 

@@ -21,7 +21,9 @@ from typing import Any
 from batchferry import __version__
 from batchferry.config import Settings
 from batchferry.domain import machine as m
+from batchferry.domain.accumulator import SealReason
 from batchferry.domain.batchkey import BatchKey
+from batchferry.domain.control import Poke
 from batchferry.domain.envelope import EventKind
 from batchferry.domain.errors import (
     KafkaUnavailable,
@@ -30,15 +32,20 @@ from batchferry.domain.errors import (
     PartitionLost,
     StoreUnavailable,
 )
-from batchferry.domain.ids import BatchId, LotId
+from batchferry.domain.ids import BatchId, LotId, ProviderBatchId
 from batchferry.domain.ledger import Claim, Lane, Lot, LotState
 from batchferry.domain.offsets import OffsetSet
+from batchferry.domain.provider import ProviderStatus
 from batchferry.domain.requests import RequestRules
 from batchferry.domain.rows import RowClass
 from batchferry.domain.times import parse_window_s
 from batchferry.engine.actor import BatchActor
+from batchferry.engine.admission import Admission
 from batchferry.engine.bounds import Fullness
+from batchferry.engine.canary import CanaryDesk
+from batchferry.engine.deadlines import Deadlines
 from batchferry.engine.failpoints import Failpoint, reach
+from batchferry.engine.fates import Fates
 from batchferry.engine.fleet import OUTBOX_RECORDS, FleetView
 from batchferry.engine.holds import Holds
 from batchferry.engine.inputwatch import InputWatch
@@ -51,8 +58,11 @@ from batchferry.engine.rowsource import RowSource
 from batchferry.engine.scheduler import PollScheduler
 from batchferry.engine.sealed import SealedBatch
 from batchferry.engine.slots import Slots
+from batchferry.engine.splitting import RowSplitter
 from batchferry.engine.sweep import Sweeper
+from batchferry.engine.synclane import SyncLane
 from batchferry.engine.waiting import WaitingRows
+from batchferry.engine.ways import Ways
 from batchferry.engine.work import BatchContext, BatchWork
 from batchferry.ports import BatchProvider, Clock, KafkaPort, LocalStore, Telemetry, TopicDescription
 from batchferry.telemetry import error_fields
@@ -86,6 +96,8 @@ HOUSEKEEPING_SILENCE_S = 300.0
 CLOSE_RESERVE_S = 3.5
 """After the drain, real seconds for closing what is open, whatever hangs."""
 LOST_CHUNK = 500
+POKE_PAUSE_S = 10.0
+"""Of one batch, news is passed on no more often than this (service time)."""
 _SECONDS = re.compile(r"[\d.]+ s\b")
 """What changes in a complaint from one look to the next."""
 
@@ -159,6 +171,7 @@ class Supervisor:
         self._complaints: set[str] = set()
         self._hold_reasons: set[str] = set()
         self._flushes_told: dict[str, datetime] = {}
+        self._pokes_told: dict[str, datetime] = {}
         self._positions_failed = 0
         self._was_assigned = False
         self._transactions = Slots(limits.max_settle_transactions)
@@ -174,21 +187,38 @@ class Supervisor:
         self._router = router
         source = RowSource(kafka, store, clock, topics.requests, rules, router, providers)
         self._source = source
+        self._partitions = dict(partitions)
         self._outcomes = OutcomeWriter(settings, clock, telemetry, max_outcome_bytes, partitions)
         self._holds = Holds(self.fleet, clock, telemetry, self._outcomes)
         self._scheduler = PollScheduler(providers, settings.accounts, clock, telemetry, self.post)
+        self._admission = Admission(settings, self.fleet, self._holds, clock, telemetry, router, self._share)
+        splitter = RowSplitter(settings, router, rules, telemetry)
+        fates = Fates(settings, store, clock, telemetry, router, source, self._outcomes, splitter)
+        self._lane = SyncLane(
+            settings, providers, self._tasks, clock, telemetry, router, source, self._outcomes, fates, self._holds,
+            self._share, self._task_failed,
+        )  # fmt: skip
+        self._lane.spent = self._admission.spent_by_sync
+        self._desk = CanaryDesk(clock, telemetry, self.fleet, self._holds, self._outcomes, self._lane.offer)
         landing = self._landing = Landing(
-            settings, store, clock, telemetry, router, source, self._outcomes, self._holds
+            settings, store, clock, telemetry, router, source, self._outcomes, self._holds, fates, self._admission
         )
+        if any(route.canary is not None for route in settings.routes.values()):
+            landing.on_answer = self._lane.on_answer = self._desk.note
+        self._deadlines = Deadlines(
+            settings, providers, self._tasks, store, clock, telemetry, router, source, self._outcomes, self.fleet,
+            self._holds, self._lane, self._state_of, self.post,
+        )  # fmt: skip
         self._work = BatchWork(
             settings, providers, self._tasks, store, clock, telemetry, self.fleet, self._holds, landing,
-            self._outcomes, self._scheduler, self.start_batch, self._in_flight,
+            self._outcomes, self._scheduler, self.start_batch, self._in_flight, self._admission,
+            self._deadlines.late_rows,
         )  # fmt: skip
+        ways = Ways(settings, providers, clock, telemetry, self._outcomes, self._lane, self._desk, router, splitter)
         self.intake = Intake(
             settings, self.consumer, store, clock, telemetry, router, source, self._outcomes, providers, self._tasks,
-            self._admit_sealed,
+            self._admit_sealed, ways,
         )  # fmt: skip
-        self._partitions = dict(partitions)
         outputs = [topics.results, topics.failures, topics.events, *([topics.review] if topics.review else [])]
         self._input_watch = InputWatch(
             kafka, topics.requests, self._tasks, store, clock, telemetry, input_retention_s,
@@ -196,8 +226,9 @@ class Supervisor:
         )  # fmt: skip
         self._sweeper = Sweeper(settings, providers, self._tasks, clock, telemetry, self.fleet)
         self._waiting = WaitingRows(
-            self._tasks, store, clock, telemetry, router, source, self._outcomes, self.start_batch, self._is_held
-        )
+            self._tasks, store, clock, telemetry, router, source, self._outcomes, self.start_batch, self._is_held,
+            self._deadlines.mind_waiting,
+        )  # fmt: skip
 
     # ---------------------------------------------------------------------------------------------- running
 
@@ -226,6 +257,9 @@ class Supervisor:
         self._side("loop lag", self._measure_lag())
         self._side("control", self._follow_control())
         self._side("sweep", self._sweeper.run())
+        self._side("sync lane", self._lane.run())
+        self._side("deadlines", self._deadlines.run())
+        self._side("canary", self._desk.run())
         await self._stop.wait()
         if self._failure is not None:
             raise self._failure
@@ -280,7 +314,7 @@ class Supervisor:
         try:
             async with asyncio.timeout(self.settings.stop_budget_s):
                 self.intake.stop()
-                await self._wait_for_creates()
+                await asyncio.gather(self._wait_for_creates(), self._lane.drain())
                 for task in [one for one in self._tasks.values() if one.is_live]:
                     with contextlib.suppress(PartitionLost):
                         await task.flush()
@@ -479,6 +513,7 @@ class Supervisor:
         self._refused.pop(partition, None)
         task.on_lost = self._on_lost
         task.on_settled = self._on_settled
+        task.on_missed = self._outcomes.missed_event
         self._tasks[partition] = task
         settler = asyncio.create_task(task.run_settling(), name=f"settle {partition}")
         self._settlers.add(settler)
@@ -508,6 +543,8 @@ class Supervisor:
         for lot in list(task.ledger.lots.values()):
             if lot.lane is Lane.BATCH and lot.state in {LotState.SUBMITTING, LotState.SUBMITTED, LotState.DONE}:
                 self._resume_batch(lot)
+            elif lot.lane is Lane.SYNC and lot.is_at_provider:
+                self._side(f"lost wave {lot.lot_id}", self._lane.resolve(task, lot))
         self.consumer.resume(partition, task.next_offset)
         self._telemetry.observe("restore_seconds", took_s)
         self._telemetry.event(
@@ -564,6 +601,8 @@ class Supervisor:
         told = "partition_released" if self.state is RunState.DRAINING else "partition_lost"
         self._telemetry.event(told, partition=partition, reason=task.lost_reason)
         self.intake.drop_partition(partition)
+        self._lane.drop_partition(partition)
+        self._desk.drop_partition(partition)
         self.consumer.pause([partition])
         self._tell_actors(partition)
         if self.state is not RunState.RUNNING:
@@ -620,8 +659,17 @@ class Supervisor:
 
     # --------------------------------------------------------------------------------------------- batches
 
-    def _is_held(self, key: BatchKey) -> bool:
-        return bool(self._holds.standing(key))
+    def _is_held(self, key: BatchKey, shape: str) -> bool:
+        return bool(self._holds.standing(key, shape))
+
+    def _share(self) -> float:
+        """The part of the fleet's budgets that is ours: the partitions we own of all there are."""
+        total = max(1, self._partitions.get(self.settings.topics.requests, 1))
+        return min(1.0, len(self._tasks) / total)
+
+    def _state_of(self, batch_id: BatchId) -> m.BatchState | None:
+        actor = self._actors.get(batch_id)
+        return None if actor is None else actor.batch.state
 
     def _in_flight(self) -> int:
         """Batches that have a place: from their admission, before their state shows it, until they have landed."""
@@ -638,10 +686,24 @@ class Supervisor:
             self._store.delete_segments(sealed.refs)
             return
         await self._coalesce(sealed)
-        if sealed.rows:
+        if sealed.rows and not self._goes_by_lane(sealed):
             self.start_batch(sealed)
         else:
             self._store.delete_segments(sealed.refs)
+
+    def _goes_by_lane(self, sealed: SealedBatch) -> bool:
+        """A batch that its time sealed long before it was full may be worth single calls, where the route says so."""
+        routed = self._router.for_key(sealed.key)
+        if routed is None or routed.route.small != "sync" or sealed.reason is not SealReason.TIME:
+            return False
+        if sealed.rows >= routed.route.min_rows or not self._lane.reserve(sealed.key, sealed.rows):
+            return False
+        self._telemetry.event("small_batch_unpacked", batch_id=sealed.batch_id, rows=sealed.rows)
+        for part in sealed.parts.values():
+            deadline_ms = min(part.due, default=0) * 900_000
+            for offset in part.offsets:
+                self._lane.offer(part.task, sealed.key, offset, deadline_ms, "small")
+        return True
 
     async def _coalesce(self, sealed: SealedBatch) -> None:
         routed = self._router.for_key(sealed.key)
@@ -799,6 +861,8 @@ class Supervisor:
             actor = self._actors.pop(batch_id, None)
             context = self._contexts.pop(batch_id, None)
             self._scheduler.forget(batch_id)
+            self._admission.forget(batch_id)
+            self._holds.probe_ended(batch_id)
             if actor is not None and actor.batch.state is not m.BatchState.QUARANTINED:
                 self._resume_left_behind(batch_id)
             elif context is not None and context.sealed is not None and self.state is RunState.RUNNING:
@@ -824,6 +888,12 @@ class Supervisor:
             to_state=after.state.value,
             provider_status=after.provider_status,
         )
+        if after.state is m.BatchState.IN_PROGRESS or (
+            after.state is m.BatchState.LANDING
+            and after.snapshot is not None
+            and after.snapshot.status is not ProviderStatus.FAILED
+        ):
+            await self._holds.probe_succeeded(after.key, after.batch_id)
         if after.state is m.BatchState.LANDING:
             self._tell_ended(after)
         elif after.state is m.BatchState.DISSOLVED:
@@ -932,6 +1002,12 @@ class Supervisor:
         gauge("poll_overdue_seconds", self._scheduler.overdue_s())
         waiting = (len(task.ledger.held_by(lot_id)) for task in self._tasks.values() for lot_id in task.waiting_lots())
         gauge("waiting_rows", sum(waiting))
+        gauge("sync_waiting_rows", self._lane.waiting_rows)
+        gauge("canary_waiting_rows", self._desk.waiting_rows)
+        for account, (breaker, concurrency) in self._lane.states().items():
+            gauge("sync_concurrency", concurrency, account=account)
+            gauge("sync_breaker_is_open", 0 if breaker == "closed" else 1, account=account)
+        gauge("waiting_lots", sum(len(task.waiting_lots()) for task in self._tasks.values()))
         held = Counter(hold.reason for hold in self.fleet.control.all_standing(now))
         self._hold_reasons |= held.keys()
         for reason in self._hold_reasons:  # a gauge does not forget: one whose holds are over must say 0
@@ -956,6 +1032,7 @@ class Supervisor:
             "uploads": (self._work.uploads.taken, self._work.uploads.limit),
             "downloads": (self._landing.downloads.taken, self._landing.downloads.limit),
             "poll_calls": (calls.taken, calls.limit),
+            "sync_calls": self._lane.calls,
             "mailbox_events": (
                 max((actor.waiting_events for actor in self._actors.values()), default=0),
                 limits.mailbox_events,
@@ -1050,6 +1127,32 @@ class Supervisor:
                 actor = self._actors.get(batch_id)
                 if actor is not None and actor.batch.state in m.IN_FLIGHT - {m.BatchState.CANCELLING}:
                     actor.post(m.CancelWanted("operator"))
+            pokes = self.fleet.control.pokes
+            for gone in self._pokes_told.keys() - pokes.keys():
+                del self._pokes_told[gone]
+            for actor in list(self._actors.values()) if pokes else ():
+                provider_batch_id = actor.batch.provider_batch_id
+                poke = None if provider_batch_id is None else pokes.get(provider_batch_id)
+                if poke is not None and self._pokes_told.get(poke.provider_batch_id) != poke.at:
+                    self._pokes_told[poke.provider_batch_id] = poke.at
+                    actor.post(m.Poked())
+
+    async def poke(self, account: str, provider_batch_id: str) -> bool:
+        """Somebody says that there is news of a provider batch: bring its poll forward, on whichever replica has it.
+
+        Only what a live lot names is written to the control topic, and not more often than every ``POKE_PAUSE_S``.
+        """
+        now, named = self._clock.now(), ProviderBatchId(provider_batch_id)
+        is_ours = any(
+            named in lot.provider_batch_ids and lot.key.account == account and lot.is_at_provider
+            for ledger in self.fleet.ledgers().values()
+            for lot in ledger.lots.values()
+        )
+        before = self.fleet.control.pokes.get(named)
+        if not is_ours or (before is not None and (now - before.at).total_seconds() < POKE_PAUSE_S):
+            return False
+        await self.fleet.publish(Poke(named, now))
+        return True
 
     # -------------------------------------------------------------------------------------------- health
 

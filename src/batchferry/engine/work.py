@@ -7,22 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import partial
 
 from batchferry.config import Settings
 from batchferry.domain import machine as m
+from batchferry.domain.batchkey import BatchKey
 from batchferry.domain.errors import KafkaUnavailable, PartitionLost, StoreUnavailable
 from batchferry.domain.ids import BatchId, FileId, LotId, ProviderBatchId, batch_file_name, new_batch_id
-from batchferry.domain.ledger import LedgerEntry, Lot, LotState
+from batchferry.domain.ledger import QUARTER_HOUR_S, Lane, LedgerEntry, Lot, LotState
+from batchferry.domain.offsets import OffsetSet
 from batchferry.domain.partition import PartitionLedger
 from batchferry.domain.provider import BatchSnapshot, CallFailed, CallFailure, ProviderStatus
+from batchferry.engine.admission import Admission, Held, TooLarge
 from batchferry.engine.failpoints import Failpoint, reach
+from batchferry.engine.fates import PACK_ROWS, PACK_TOKENS, waiting_lot
 from batchferry.engine.fleet import FleetView
 from batchferry.engine.holds import Holds
-from batchferry.engine.landing import Landing, LandingMemory, waiting_lot
+from batchferry.engine.landing import Landing, LandingMemory
 from batchferry.engine.metered import tell_failed_call
 from batchferry.engine.outcomes import OutcomeWriter
 from batchferry.engine.partition import PartitionTask
@@ -42,11 +46,19 @@ MAX_TWINS_TOLD = 16
 """Second batches of one create that are kept on record; a gateway repeats a create a few times, not often."""
 LOOKUP_SLACK_S = 600.0
 """The provider's clock may differ: a listing is read so far back beyond the batch's own time."""
+NO_PLACE = "in_flight"
+"""Why a batch waits that finds as many at the providers as there may be."""
 HELD = "held"
 """Why the machine hands rows on when a hold stands."""
 STORE_PAUSE_S = 5.0
+LATE_LOOK_S = 60.0
+"""Service-clock seconds between two looks for rows that a waiting batch would bring home too late."""
 CREATE_RESERVE_S = 1.0
 """A create is not started with less than this left of its time to live (real seconds)."""
+
+
+LateRows = Callable[[PartitionTask, OffsetSet, BatchKey], Awaitable[OffsetSet]]
+"""Rows that no batch which leaves now brings home in time, and for which the sync lane has just given room."""
 
 
 @dataclass(slots=True)
@@ -67,6 +79,12 @@ class BatchContext:
     twins: tuple[ProviderBatchId, ...] = ()
     """Second batches that a look-up has counted: written beside the id, so that no sweep counts them again."""
     memory: LandingMemory = field(default_factory=LandingMemory)
+    cut: dict[str, int] = field(default_factory=dict)
+    """What smaller batches of its rows may hold: there was no room (or no money) for so much, or it was too large."""
+    late: dict[int, OffsetSet] = field(default_factory=dict)
+    """Rows that this batch would bring home too late: they go on through the sync lane."""
+    looked_late_at_s: float | None = None
+    """Service-clock seconds of the last look for such rows."""
 
 
 class BatchWork:
@@ -87,6 +105,8 @@ class BatchWork:
         scheduler: PollScheduler,
         new_batch: Callable[[SealedBatch], None],
         in_flight: Callable[[], int],
+        admission: Admission,
+        late_rows: LateRows,
     ) -> None:
         self._settings = settings
         self._limits = settings.limits
@@ -102,6 +122,8 @@ class BatchWork:
         self._scheduler = scheduler
         self._new_batch = new_batch
         self._in_flight = in_flight
+        self._admission = admission
+        self._late_rows = late_rows
         self._line = asyncio.Lock()
         """Batches that wait for a place stand in line here; the first in it looks, the others cost nothing."""
         self.uploads = Slots(settings.limits.max_uploads)
@@ -168,25 +190,66 @@ class BatchWork:
         assert sealed is not None
         context.is_admitted = False  # it may have come back, and must not stand in its own way
         await self._fleet.ready()  # holds stand there
-        turn = asyncio.ensure_future(self._line.acquire())
+        turn: asyncio.Future[object] = asyncio.ensure_future(self._line.acquire())
+        told = ""
         try:
             while True:
                 if not sealed.is_whole:
                     return m.InputUnusable()
-                if self._holds.standing(batch.key):
+                if self._holds.standing(batch.key) or await self._is_late(context, sealed):
                     return m.HeldBack()
                 if not turn.done():
                     await asyncio.wait({turn}, timeout=ROOM_LOOK_S)
-                elif self._in_flight() < self._limits.max_batches_in_flight:
-                    context.is_admitted = True  # in the same step as the look: no other can count the same place
-                    return m.Admitted()
-                else:
+                    continue
+                reason = NO_PLACE
+                if self._in_flight() < self._limits.max_batches_in_flight:
+                    reason = "probe"
+                    if self._holds.may_probe(batch.key, batch.batch_id):
+                        verdict = await self._admission.verdict(batch.batch_id, batch.key, sealed.rows, sealed.tokens)
+                        if verdict is None:
+                            context.is_admitted = True
+                            return m.Admitted()
+                        if isinstance(verdict, TooLarge):
+                            context.cut[PACK_TOKENS] = verdict.max_tokens
+                            return m.HeldBack()
+                        if isinstance(verdict, Held):
+                            return m.HeldBack()
+                        reason = verdict.reason
+                if told != reason:
+                    told = reason
+                    self._telemetry.event("batch_admission_waits", batch_id=batch.batch_id, reason=reason)
+                if reason == NO_PLACE:  # those behind it would fare no better, and the first in line stays the first
                     await asyncio.sleep(ROOM_LOOK_S)
+                    continue
+                # Others may have room where this one has none (another model, another account).
+                self._line.release()
+                turn = asyncio.get_running_loop().create_future()
+                await asyncio.sleep(ROOM_LOOK_S)
+                turn = asyncio.ensure_future(self._line.acquire())
         finally:
             if turn.done() and not turn.cancelled():
                 self._line.release()
             else:
                 turn.cancel()
+
+    async def _is_late(self, context: BatchContext, sealed: SealedBatch) -> bool:
+        """Whether rows of the batch would come home too late and may go another way; notes them."""
+        now = self._clock.now()
+        window_s = self._settings.accounts[sealed.key.account].window_s
+        late_s = now.timestamp() + window_s + self._settings.rescue_lead_s
+        earliest = min((min(part.due) for part in sealed.parts.values() if part.due), default=None)
+        if earliest is None or earliest * QUARTER_HOUR_S > late_s:
+            return False
+        now_s = self._clock.monotonic()
+        if context.looked_late_at_s is not None and now_s - context.looked_late_at_s < LATE_LOOK_S:
+            return False
+        context.looked_late_at_s = now_s
+        with contextlib.suppress(KafkaUnavailable, StoreUnavailable):
+            for partition, part in sealed.parts.items():
+                late = await self._late_rows(part.task, part.offsets, sealed.key)
+                if late:
+                    context.late[partition] = late
+        return bool(context.late)
 
     async def _upload(self, context: BatchContext, batch: m.Batch, provider: BatchProvider) -> m.Event:
         """Twice leaves a second file at the provider, which expires by itself."""
@@ -261,7 +324,12 @@ class BatchWork:
                 # A success of an earlier submission came in while these rows were packed: without it they go again.
                 return m.SubmittingRefused()
             context.recorded.add(partition)
-        return m.SubmittingRecorded() if sealed.is_whole else m.SubmittingRefused()
+        if not sealed.is_whole:
+            return m.SubmittingRefused()
+        if not await self._admission.confirm(sealed.batch_id, sealed.key):
+            self._telemetry.event("batch_stepped_back", batch_id=sealed.batch_id, rows=sealed.rows)
+            return m.SubmittingRefused()
+        return m.SubmittingRecorded()
 
     async def _create(self, context: BatchContext, batch: m.Batch, file_id: FileId, provider: BatchProvider) -> m.Event:
         """The one call that must not run twice: it starts only while our SUBMITTING records are fresh."""
@@ -320,9 +388,7 @@ class BatchWork:
         for partition, (task, lot) in self.own_lots(batch.batch_id).items():
             if lot.state is LotState.SUBMITTED:
                 continue
-            told: list[OutRecord] = []
-            if partition == lot.leader_partition:
-                told.append(self._outcomes.submitted_event(lot, snapshot))
+            told = [self._outcomes.submitted_event(partition, lot, snapshot)]
 
             def plan(ledger: PartitionLedger, lot: Lot = lot, told: list[OutRecord] = told) -> list[LedgerEntry]:
                 ids = (snapshot.provider_batch_id, *context.twins)
@@ -350,6 +416,8 @@ class BatchWork:
             await self._holds.place_account(batch.key, effect.reason)
         elif effect.hold == "key":
             await self._holds.place_key(batch.key, effect.reason)
+        if effect.halve:
+            context.cut[PACK_ROWS] = batch.rows // 2
         recorded: set[int] = set()
         own = self.own_lots(batch.batch_id)
         for partition, (task, lot) in own.items():
@@ -359,8 +427,10 @@ class BatchWork:
                 if lot.lot_id not in ledger.lots:
                     return []
                 rows = ledger.held_by(lot.lot_id)
-                heirs = [waiting_lot(task, ledger, [lot], rows, {}, self._clock, 0.0)] if rows else []
-                return ledger.plan_dissolve(lot.lot_id, heirs)
+                if not rows:
+                    return ledger.plan_dissolve(lot.lot_id, [])
+                heir = waiting_lot(task, ledger, [lot], rows, {}, self._clock, 0.0, is_held=bool(effect.hold))
+                return ledger.plan_dissolve(lot.lot_id, [replace(heir, extra={**heir.extra, **context.cut})])
 
             try:
                 await task.commit(plan, purpose="dissolve")
@@ -372,8 +442,8 @@ class BatchWork:
             rows = sum(lot.own_rows for _, lot in own.values())
             self._possibly_paid_twice(batch, rows, "input_file_not_deleted")
         sealed = context.sealed
-        if sealed is not None and effect.reason == HELD:
-            await self._park(sealed)
+        if sealed is not None and (effect.reason == HELD or effect.halve):
+            await self._park(context, sealed)
             recorded.update(sealed.partitions)
         if sealed is not None:
             now = self._clock.now()
@@ -385,23 +455,49 @@ class BatchWork:
             self._drop_segments([ref for ref in sealed.refs if ref not in kept])
         return m.RowsHandedOn()
 
-    async def _park(self, sealed: SealedBatch) -> None:
-        """Keep the rows of a held batch as waiting lots: a few bytes in the ledger, nothing on the disk.
+    async def _park(self, context: BatchContext, sealed: SealedBatch) -> None:
+        """Keep the rows of a batch that may not go as waiting lots: a few bytes in the ledger, nothing on the disk.
 
-        Rows that came out of waiting lots simply go back into them.
+        Rows that came out of waiting lots simply go back into them; those that are late go on to the sync lane.
         """
+        is_held = bool(self._holds.standing(sealed.key))
         for partition, part in sealed.parts.items():
             task = part.task
             pattern = sealed.lot(partition)
+            late = context.late.get(partition, OffsetSet())
 
-            def plan(ledger: PartitionLedger, task: PartitionTask = task, pattern: Lot = pattern) -> list[LedgerEntry]:
-                rows = ledger.unsettled(pattern.offsets) - ledger.held()
-                return [waiting_lot(task, ledger, [pattern], rows, {}, self._clock, 0.0)] if rows else []
+            def plan(
+                ledger: PartitionLedger, task: PartitionTask = task, pattern: Lot = pattern, late: OffsetSet = late
+            ) -> list[LedgerEntry]:
+                rows = ledger.unsettled(pattern.offsets)
+                heirs = []
+                for_lane = rows & late
+                if for_lane:
+                    heirs.append(waiting_lot(task, ledger, [pattern], for_lane, {}, self._clock, 0.0, Lane.SYNC))
+                rest = rows - late - ledger.held()
+                if rest:
+                    heir = waiting_lot(task, ledger, [pattern], rest, {}, self._clock, 0.0, is_held=is_held)
+                    heirs.append(replace(heir, extra={**heir.extra, **context.cut}))
+                if context.cut:
+                    heirs += self._cut_down(ledger, task, rows - late, context.cut)
+                return ledger.plan_settle(OffsetSet(), self._clock.now(), heirs) if heirs else []
 
             with contextlib.suppress(PartitionLost):
                 await task.commit(plan, purpose="hold")
             for lot_id, packed in list(task.packed_rows.items()):
                 task.packed_rows[lot_id] = packed - part.offsets
+
+    def _cut_down(
+        self, ledger: PartitionLedger, task: PartitionTask, rows: OffsetSet, cut: Mapping[str, int]
+    ) -> list[Lot]:
+        """Heirs of rows that came out of waiting lots: they would be packed as large again."""
+        heirs = []
+        for lot_id, lot in task.waiting_lots(Lane.BATCH).items():
+            mine = ledger.held_by(lot_id) & rows
+            if mine and any(lot.extra.get(name) != most for name, most in cut.items()):
+                heir = waiting_lot(task, ledger, [lot], mine, {}, self._clock, 0.0)
+                heirs.append(replace(heir, extra={**heir.extra, **cut}))
+        return heirs
 
     # ---------------------------------------------------------------------------------------- was it created?
 

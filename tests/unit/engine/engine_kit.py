@@ -13,16 +13,22 @@ from typing import Any, Self
 from batchferry.app import request_rules
 from batchferry.config import load_settings
 from batchferry.domain.batchkey import BatchKey
+from batchferry.domain.control import ControlEntry, ControlState
 from batchferry.domain.errors import PartitionLost
 from batchferry.domain.ids import BatchId, FileId, LotId, ProviderBatchId
 from batchferry.domain.ledger import Claim, Lane, Lot, LotState
 from batchferry.domain.machine import Batch, BatchState
 from batchferry.domain.offsets import OffsetSet
+from batchferry.domain.partition import PartitionLedger
 from batchferry.domain.provider import BatchPage, BatchSnapshot, ProviderStatus
+from batchferry.engine.admission import Admission
+from batchferry.engine.fates import Fates
+from batchferry.engine.holds import Holds
 from batchferry.engine.outcomes import OutcomeWriter
 from batchferry.engine.partition import PartitionPlaces, PartitionTask, SettleLimits
 from batchferry.engine.routing import Router
 from batchferry.engine.rowsource import RowSource
+from batchferry.engine.splitting import RowSplitter
 from batchferry.ports import OutRecord
 from batchferry.store import LocalState
 from batchferry.telemetry import RecordingTelemetry
@@ -169,12 +175,56 @@ class Provider:
         self.gone.append(file_id)
 
 
+class Fleet:
+    """The fleet view of one replica: our ledgers, those given as ``others``, and a control topic that is a list."""
+
+    def __init__(self, tasks: Mapping[int, PartitionTask]) -> None:
+        self._tasks = tasks
+        self.others: dict[int, PartitionLedger] = {}
+        self.control = ControlState()
+        self.published: list[ControlEntry] = []
+        self.events: list[dict[str, Any]] = []
+        """What was sent to the events topic."""
+        self.catches_up = 0
+        """How often somebody wanted to have read everything."""
+
+    is_ready = True
+
+    async def ready(self) -> None:
+        """All is read."""
+
+    async def catch_up(self) -> None:
+        self.catches_up += 1
+
+    def ledgers(self) -> Mapping[int, PartitionLedger]:
+        return {**{partition: task.ledger for partition, task in self._tasks.items()}, **self.others}
+
+    def lots_of(self, batch_id: str) -> Mapping[int, Lot]:
+        lot_id = LotId(batch_id)
+        return {p: ledger.lots[lot_id] for p, ledger in self.ledgers().items() if lot_id in ledger.lots}
+
+    async def publish(self, entry: ControlEntry) -> None:
+        self.control.apply(entry)
+        self.published.append(entry)
+
+    async def send(self, records: Sequence[OutRecord]) -> None:
+        self.events.extend(json.loads(one.value or b"") for one in records)
+
+
+async def no_late_rows(*_: object) -> OffsetSet:
+    """Every batch comes home in time."""
+    return OffsetSet()
+
+
 class Harbour:
-    """Everything that a room of the engine is made of."""
+    """Everything that a room of the engine is made of. The sync lane is off unless ``limits`` turn it on."""
 
     def __init__(self, folder: Path, **limits: Any) -> None:
         self.settings: Any = load_settings(
-            None, {"OPENAI_API_KEY": "sk-test-0123456789abcdef"}, dotenv_path=None, overrides=limits or None
+            None,
+            {"OPENAI_API_KEY": "sk-test-0123456789abcdef"},
+            dotenv_path=None,
+            overrides={"accounts.default.sync.enabled": False, **limits},
         )
         self.clock: Any = Stopped()
         self.telemetry = RecordingTelemetry()
@@ -191,6 +241,16 @@ class Harbour:
         self.source = RowSource(
             self.log, self.store, self.clock, "requests", request_rules(self.settings), self.router,
             {ACCOUNT: self.provider},
+        )  # fmt: skip
+        self.fleet: Any = Fleet(self.tasks)
+        self.holds = Holds(self.fleet, self.clock, self.telemetry, self.outcomes)
+        self.admission = Admission(
+            self.settings, self.fleet, self.holds, self.clock, self.telemetry, self.router, lambda: 1.0
+        )
+        self.splitter = RowSplitter(self.settings, self.router, request_rules(self.settings), self.telemetry)
+        self.fates = Fates(
+            self.settings, self.store, self.clock, self.telemetry, self.router, self.source, self.outcomes,
+            self.splitter,
         )  # fmt: skip
         self._settlers: list[asyncio.Task[None]] = []
 
@@ -233,15 +293,19 @@ class Harbour:
         for task in self.tasks.values():
             await task.flush()
 
-    def failures(self) -> dict[int, dict[str, Any]]:
-        """What the failures topic has been told, by offset."""
-        told = [
-            json.loads(record.value or b"")
+    def written(self, topic: str) -> list[OutRecord]:
+        """What this topic has been told in transactions, partition by partition in their order."""
+        return [
+            record
             for producer in self.log.producers.values()
             for records, _ in producer.transactions
             for record in records
-            if record.topic == self.settings.topics.failures
+            if record.topic == topic
         ]
+
+    def failures(self) -> dict[int, dict[str, Any]]:
+        """What the failures topic has been told, by offset."""
+        told = [json.loads(record.value or b"") for record in self.written(self.settings.topics.failures)]
         return {one["source"]["offset"]: one for one in told}
 
 

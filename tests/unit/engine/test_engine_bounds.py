@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from engine_kit import ACCOUNT, BATCH, KEY, NOW, Harbour, batch
+from engine_kit import ACCOUNT, BATCH, KEY, NOW, Harbour, batch, no_late_rows
 
 from batchferry.domain.accumulator import SealReason
 from batchferry.domain.ids import BatchId
@@ -36,11 +36,14 @@ class Quay:
         async def ready() -> None: ...
 
         fleet: Any = SimpleNamespace(ready=ready)
-        holds: Any = SimpleNamespace(standing=lambda key: [key] if key.slice in self.held else [])
+        holds: Any = SimpleNamespace(
+            standing=lambda key: [key] if key.slice in self.held else [], may_probe=lambda _key, _batch_id: True
+        )
         nothing: Any = None
         self.work = BatchWork(
             harbour.settings, {ACCOUNT: harbour.provider}, harbour.tasks, harbour.store, harbour.clock,
             harbour.telemetry, fleet, holds, nothing, harbour.outcomes, nothing, lambda _: None, self.taken,
+            harbour.admission, no_late_rows,
         )  # fmt: skip
 
     def taken(self) -> int:

@@ -23,6 +23,7 @@ from batchferry.engine.outcomes import OutcomeWriter
 from batchferry.engine.partition import Settlement
 from batchferry.engine.routing import Router
 from batchferry.engine.rowsource import RowSource
+from batchferry.engine.ways import Ways
 from batchferry.store import LocalState
 from batchferry.telemetry import RecordingTelemetry
 
@@ -105,6 +106,16 @@ def records(partition: int, start: int, stop: int) -> list[Any]:
     ]
 
 
+class NoWays(Ways):
+    """Plain rows take the way of all: whoever asks for another has found one that is not plain."""
+
+    def __init__(self) -> None:
+        """It needs nothing."""
+
+    def choose(self, *_: Any) -> Any:
+        raise AssertionError("a plain row was sent another way")
+
+
 Build = Callable[..., Awaitable[tuple[Intake, LocalState, list[Any]]]]
 
 
@@ -136,8 +147,9 @@ async def build(tmp_path: Path) -> Any:
             sealed.append(batch)
 
         intake = Intake(
-            settings, consumer, store, clock, telemetry, router, source, outcomes, providers, tasks, new_batch
-        )
+            settings, consumer, store, clock, telemetry, router, source, outcomes, providers, tasks, new_batch,
+            NoWays(),
+        )  # fmt: skip
         consumer.at_end = intake.stop
         return intake, store, sealed
 

@@ -16,8 +16,10 @@ from batchferry.domain.ledger import LotState
 from batchferry.domain.machine import LandResults, ResultsIncomplete, ResultsRead
 from batchferry.domain.provider import DownloadedFile, LineError, ProviderStatus, RequestCounts
 from batchferry.domain.rows import ResultLine, RowClass, UnreadableLine
+from batchferry.engine import fates
 from batchferry.engine import landing as rooms
-from batchferry.engine.landing import PACK_TOKENS, Landing, LandingMemory
+from batchferry.engine.fates import PACK_TOKENS
+from batchferry.engine.landing import Landing, LandingMemory
 from batchferry.engine.partition import PartitionTask
 
 
@@ -26,12 +28,22 @@ class Holds:
 
     def __init__(self) -> None:
         self.placed: list[str] = []
+        self.alarms: list[tuple[str, dict[str, Any]]] = []
 
     def cancel_wish(self, _batch_id: str) -> None:
         """Nobody wants it cancelled."""
 
+    def rescue_wish(self, _batch_id: str) -> None:
+        """Nor run through the sync lane."""
+
     async def place_key(self, _key: object, reason: str) -> None:
         self.placed.append(reason)
+
+    async def place_for_operator(self, _key: object, reason: str) -> None:
+        self.placed.append(f"{reason} until lifted")
+
+    async def alarm(self, alarm: str, _event_of: str, _key: object, **facts: Any) -> None:
+        self.alarms.append((alarm, facts))
 
 
 class Dock:
@@ -46,7 +58,7 @@ class Dock:
         harbour.provider.classify_batch_error = lambda _error: BatchErrorKind.TOKEN_LIMIT
         self.landing = Landing(
             harbour.settings, harbour.store, harbour.clock, harbour.telemetry, harbour.router, harbour.source,
-            harbour.outcomes, self.holds,
+            harbour.outcomes, self.holds, harbour.fates, harbour.admission,
         )  # fmt: skip
 
     async def download(self, _file_id: str, to: Path) -> DownloadedFile:
@@ -125,7 +137,7 @@ async def test_answers_are_handed_on_by_their_bytes_too(tmp_path: Path, monkeypa
 
 async def test_failing_lines_are_read_again_within_bounds(tmp_path: Path, monkeypatch: Any) -> None:
     """Of long lines fewer are in memory at a time; one longer than the bound is read alone."""
-    monkeypatch.setattr(rooms, "CHUNK_BYTES", 5_000)
+    monkeypatch.setattr(fates, "CHUNK_BYTES", 5_000)
     read: list[int] = []
     read_places = rooms._read_places
 
@@ -170,13 +182,13 @@ async def test_a_batch_that_was_too_many_tokens_comes_back_by_halves(tmp_path: P
         task = await harbour.task()
         for offset in range(4):
             harbour.log.put(offset)
-        await harbour.hold(at_provider(list(range(4))))
+        await harbour.hold(at_provider(list(range(4)), tokens=80_000, own_tokens=80_000))
         dock = Dock(harbour)
         refused = shown(ProviderStatus.FAILED, output_file_id=None, errors=(LineError("token_limit_exceeded"),))
         assert await dock.land(LandResults(refused)) == ResultsRead()
         assert dock.holds.placed == ["token_limit_exceeded"]
         (waiting,) = task.waiting_lots().values()
-        assert waiting.extra == {PACK_TOKENS: 40}
+        assert waiting.extra == {PACK_TOKENS: 40_000}
         assert not waiting.attempts
 
 
@@ -236,3 +248,67 @@ async def test_a_line_cut_with_its_file_is_not_sent_again(tmp_path: Path, lines:
         assert await dock.land(counted) == ResultsRead()
         assert not task.waiting_lots()
         assert task.ledger.watermark == 3
+
+
+@pytest.mark.parametrize(
+    ("row_class", "rows", "alarm", "hold"),
+    [
+        (RowClass.INVALID_REQUEST, 20, "input_failures", ["input_failures until lifted"]),
+        (RowClass.CONTENT_FILTERED, 20, "input_failures", ["input_failures until lifted"]),
+        (RowClass.TOO_LONG, 20, "input_failures", ["input_failures until lifted"]),
+        (RowClass.INVALID_REQUEST, 19, None, []),
+        (RowClass.TRANSIENT, 20, None, []),
+        (RowClass.TRANSIENT, 21, "provider_failures", []),
+        (RowClass.EXPIRED, 21, "provider_failures", []),
+    ],
+)
+async def test_many_failures_of_one_kind_alarm(
+    tmp_path: Path, row_class: RowClass, rows: int, alarm: str | None, hold: list[str]
+) -> None:
+    """What speaks about the input holds the key, from twenty rows and a twentieth on, with its codes; what the
+    provider failed to do is an alarm of its own, from a fifth on, and holds nothing.
+    """
+    async with Harbour(tmp_path) as harbour:
+        task = await harbour.task()
+        for offset in range(100):
+            harbour.log.put(offset)
+        await harbour.hold(at_provider(list(range(100))))
+        dock = Dock(harbour)
+        for offset in range(100):
+            dock.answer(task, offset, row_class if offset < rows else RowClass.SUCCEEDED)
+        assert await dock.land(LandResults(shown())) == ResultsRead()
+        assert dock.holds.placed == hold
+        told = dict(dock.holds.alarms)
+        assert told == ({} if alarm is None else {alarm: {"rows": rows, "codes": {row_class.value: rows}}})
+
+
+async def test_a_small_share_of_refusals_is_borne(tmp_path: Path) -> None:
+    """Twenty of five hundred are below a twentieth: each fails by itself and the key goes on."""
+    async with Harbour(tmp_path) as harbour:
+        task = await harbour.task()
+        for offset in range(500):
+            harbour.log.put(offset)
+        await harbour.hold(at_provider(list(range(500))))
+        dock = Dock(harbour)
+        for offset in range(500):
+            dock.answer(task, offset, RowClass.INVALID_REQUEST if offset < 20 else RowClass.SUCCEEDED)
+        assert await dock.land(LandResults(shown())) == ResultsRead()
+        assert (dock.holds.placed, dock.holds.alarms) == ([], [])
+        assert len(harbour.failures()) == 20
+
+
+async def test_whoever_listens_hears_every_line_of_ours(tmp_path: Path) -> None:
+    """A canary in a batch: answers and failures alike, before their rows are judged."""
+    async with Harbour(tmp_path) as harbour:
+        task = await harbour.task()
+        for offset in range(3):
+            harbour.log.put(offset)
+        await harbour.hold(at_provider(list(range(3))))
+        dock = Dock(harbour)
+        ends = [RowClass.SUCCEEDED, RowClass.INVALID_REQUEST, RowClass.TRANSIENT]
+        for offset, row_class in enumerate(ends):
+            dock.answer(task, offset, row_class)
+        heard: dict[int, RowClass] = {}
+        dock.landing.on_answer = lambda _partition, offset, line, _endpoint: heard.update({offset: line.row_class})
+        await dock.land(LandResults(shown()))
+        assert heard == dict(enumerate(ends))

@@ -18,6 +18,7 @@ from batchferry.domain.provider import (
     FileRole,
     UploadedFile,
 )
+from batchferry.domain.rows import ResultLine, RowClass, SyncAnswer
 from batchferry.engine.metered import MeteredProvider
 from batchferry.telemetry import RecordingTelemetry
 
@@ -83,6 +84,24 @@ async def test_throttling_is_told_with_its_pause() -> None:
     await provider.cancel(ProviderBatchId("batch_1"))
     assert telemetry.total("provider_throttled", account="main") == 1
     assert telemetry.named("provider_throttled") == [{"account": "main", "call": "cancel", "retry_after_s": 7.0}]
+
+
+async def test_single_calls_count_by_how_they_ended() -> None:
+    """A call of the sync lane counts like any other: by its failure inside the answer, its throttling told."""
+    telemetry = RecordingTelemetry()
+    line = ResultLine("", RowClass.TRANSIENT)
+    throttled = SyncAnswer(line, CallFailed("answer", CallFailure.THROTTLED, 429, retry_after_s=3.0))
+    answers = iter([SyncAnswer(ResultLine("", RowClass.SUCCEEDED, 200)), throttled])
+
+    async def answering() -> SyncAnswer:
+        return next(answers)
+
+    provider, _ = metered(telemetry, answer=answering)
+    assert (await provider.answer("/v1/embeddings", b"{}", 5.0)).failure is None
+    assert await provider.answer("/v1/embeddings", b"{}", 5.0) is throttled
+    assert telemetry.total("provider_calls", account="main", call="answer", outcome="ok") == 1
+    assert telemetry.total("provider_calls", account="main", call="answer", outcome="throttled") == 1
+    assert telemetry.named("provider_throttled") == [{"account": "main", "call": "answer", "retry_after_s": 3.0}]
 
 
 async def test_clock_is_told_when_it_leaves_and_when_it_comes_back() -> None:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_kit import HEAD, KEY, LOT, NOW, Harbour, lot
 
+from batchferry.domain.batchkey import BatchKey
 from batchferry.domain.errors import StoreUnavailable
 from batchferry.domain.ids import LotId
-from batchferry.domain.ledger import LotState
+from batchferry.domain.ledger import Lane, Lot, LotState
 from batchferry.domain.offsets import OffsetSet
 from batchferry.domain.rows import RowClass
-from batchferry.engine.landing import PACK_TOKENS
+from batchferry.engine.fates import HELD_S, PACK_ROWS, PACK_TOKENS, SHAPE
+from batchferry.engine.partition import PartitionTask
 from batchferry.engine.sealed import SealedBatch
 from batchferry.engine.waiting import WaitingRows
+
+LATER = NOW + timedelta(minutes=10)
 
 
 class Quay:
@@ -24,10 +29,21 @@ class Quay:
 
     def __init__(self, harbour: Harbour) -> None:
         self.made: list[SealedBatch] = []
+        self.held_shapes: set[str] = set()
+        self.looked_at: list[str] = []
         self.rows = WaitingRows(
             harbour.tasks, harbour.store, harbour.clock, harbour.telemetry, harbour.router, harbour.source,
-            harbour.outcomes, self.made.append, lambda _key: False,
+            harbour.outcomes, self.made.append, self.is_held, self.move_late,
         )  # fmt: skip
+
+    def is_held(self, _key: BatchKey, shape: str) -> bool:
+        """Whether a hold stands: on a kind of prompt, if any."""
+        return shape in self.held_shapes
+
+    async def move_late(self, _task: PartitionTask, lot: Lot) -> bool:
+        """Nothing is late; which lots were looked at is noted."""
+        self.looked_at.append(lot.lot_id)
+        return False
 
     async def packed(self) -> list[list[int]]:
         """The rows of each batch once nothing more is packed."""
@@ -191,3 +207,83 @@ async def test_the_index_knows_a_record_that_todays_rules_refuse(tmp_path: Path)
         row = (await harbour.store.get_rows(0, [1]))[1]
         assert (row.custom_id, row.key, row.headers) == ("c1", b"k1", (("trace", b"t"),))
         assert row.t0_ms == row.deadline_ms == round(NOW.timestamp() * 1000) - 60_000
+
+
+async def test_rows_of_a_held_kind_of_prompt_stay_and_those_beside_them_go(tmp_path: Path) -> None:
+    """Only lots that wait for a verdict carry their shape; when it is lifted they go like all others."""
+    async with Harbour(tmp_path) as harbour:
+        await harbour.task()
+        for offset in range(4):
+            harbour.log.put(offset)
+        await harbour.hold(lot(LotState.WAITING, [0, 1], extra={SHAPE: "f00d"}))
+        await harbour.hold(lot(LotState.WAITING, [2, 3], lot_id=LotId("B2")))
+        quay = Quay(harbour)
+        quay.held_shapes.add("f00d")
+        assert await quay.packed() == [[2, 3]]
+        quay.held_shapes.clear()
+        assert await quay.packed() == [[2, 3], [0, 1]]
+
+
+async def test_rows_that_are_late_are_offered_to_the_lane_before_they_are_packed(tmp_path: Path) -> None:
+    """Every due lot is looked at first; rows that it loses then are in no batch."""
+    async with Harbour(tmp_path) as harbour:
+        task = await harbour.task()
+        for offset in range(3):
+            harbour.log.put(offset)
+        await harbour.hold(lot(LotState.WAITING, range(3)))
+        quay = Quay(harbour)
+
+        async def move(_task: PartitionTask, waiting: Lot) -> bool:
+            if waiting.lot_id == LOT and 1 in task.ledger.held_by(LOT):
+                heir = lot(LotState.WAITING, [1], lot_id=LotId("S1"), lane=Lane.SYNC, submission=2)
+                await task.commit(lambda ledger: ledger.plan_settle(OffsetSet(), NOW, [heir]))
+            return True
+
+        quay.rows._move_late = move
+        assert await quay.packed() == [[0, 2]]
+        assert list(task.waiting_lots(Lane.SYNC)) == ["S1"]
+
+
+async def test_a_row_grows_old_only_while_nothing_holds_it(tmp_path: Path) -> None:
+    """Eight days after it was sent a row is given up, unless two of them were spent in holds, which its batch knows."""
+    async with Harbour(tmp_path) as harbour:
+        await harbour.task()
+        sent_ms = round((NOW - timedelta(days=8)).timestamp() * 1000)
+        for offset in (0, 1):
+            harbour.log.put(offset, timestamp=sent_ms)
+        await harbour.hold(lot(LotState.WAITING, [0]))
+        await harbour.hold(lot(LotState.WAITING, [1], lot_id=LotId("B2"), extra={HELD_S: 2 * 86_400}, not_before=LATER))
+        quay = Quay(harbour)
+        assert await quay.packed() == []
+        await harbour.settled()
+        assert harbour.failures()[0]["error"]["class"] == "max_age"
+        harbour.clock.at = LATER
+        assert await quay.packed() == [[1]]
+        assert quay.made[0].lot(0).extra == {HELD_S: 2 * 86_400}
+
+
+async def test_a_batch_of_retried_rows_knows_when_they_are_due(tmp_path: Path) -> None:
+    """Deadlines travel with the rows: without them nobody would see that a batch comes home too late."""
+    async with Harbour(tmp_path) as harbour:
+        await harbour.task()
+        for offset in (0, 1):
+            harbour.log.put(offset)
+        await harbour.hold(lot(LotState.WAITING, [0], due={100: 1}))
+        await harbour.hold(lot(LotState.WAITING, [1], lot_id=LotId("B2"), due={100: 1, 200: 3}))
+        quay = Quay(harbour)
+        assert await quay.packed() == [[0, 1]]
+        assert quay.made[0].lot(0).due == {100: 2, 200: 3}
+
+
+async def test_rows_of_a_batch_that_was_too_large_travel_in_smaller_ones(tmp_path: Path) -> None:
+    """A lot says how many rows may travel together; lots that say nothing fill the room that is left."""
+    async with Harbour(tmp_path) as harbour:
+        await harbour.task()
+        for offset in range(7):
+            harbour.log.put(offset)
+        await harbour.hold(lot(LotState.WAITING, range(5), extra={PACK_ROWS: 2}))
+        await harbour.hold(lot(LotState.WAITING, [5, 6], lot_id=LotId("B2")))
+        packed = await Quay(harbour).packed()
+        assert sorted(offset for rows in packed for offset in rows) == list(range(7))
+        assert all(len(rows) <= 2 for rows in packed if min(rows) < 5)
+        assert len(packed) <= 5

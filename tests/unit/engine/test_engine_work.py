@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -10,19 +11,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine_kit import ACCOUNT, BATCH, KEY, LOT, NOW, PLATFORM, Harbour, batch, lot, shown
+from engine_kit import ACCOUNT, BATCH, KEY, LOT, NOW, PLATFORM, Harbour, batch, lot, no_late_rows, shown
 
 from batchferry.domain.accumulator import SealReason
 from batchferry.domain.errors import StoreUnavailable
 from batchferry.domain.ids import FileId, LotId, ProviderBatchId
-from batchferry.domain.ledger import Lot, LotState
+from batchferry.domain.ledger import Lane, Lot, LotState
 from batchferry.domain.machine import (
+    Admit,
+    Admitted,
     BatchFound,
     BatchNotFound,
     BatchState,
     CleanedUp,
     CleanUp,
     HandRowsOn,
+    HeldBack,
     LandResults,
     LookUpBatch,
     LookUpFailed,
@@ -38,6 +42,7 @@ from batchferry.domain.machine import (
 from batchferry.domain.offsets import OffsetSet
 from batchferry.domain.provider import BatchPage, CallFailure, ProviderStatus
 from batchferry.engine import work as rooms
+from batchferry.engine.fates import HELD_SINCE, PACK_TOKENS
 from batchferry.engine.sealed import SealedBatch, SealedPart
 from batchferry.engine.work import BatchContext, BatchWork
 
@@ -47,6 +52,9 @@ class Fleet:
 
     def __init__(self) -> None:
         self.lots: dict[int, Lot] = {}
+
+    async def ready(self) -> None:
+        """All is read."""
 
     async def catch_up(self) -> None:
         """All is read."""
@@ -64,10 +72,10 @@ class Yard:
         self.made: list[SealedBatch] = []
         self.context = BatchContext(None, ACCOUNT)
         scheduler: Any = SimpleNamespace(schedule=lambda due, at: self.scheduled.append((due.provider_batch_id, at)))
-        holds: Any = None
         self.work = BatchWork(
             harbour.settings, {ACCOUNT: harbour.provider}, harbour.tasks, harbour.store, harbour.clock,
-            harbour.telemetry, self.fleet, holds, landing, harbour.outcomes, scheduler, self.made.append, lambda: 0,
+            harbour.telemetry, self.fleet, harbour.holds, landing, harbour.outcomes, scheduler, self.made.append,
+            lambda: 0, harbour.admission, no_late_rows,
         )  # fmt: skip
 
     async def run(self, state: BatchState, effect: Any, **changes: Any) -> Any:
@@ -256,3 +264,101 @@ async def test_a_row_that_a_late_success_settled_leaves_its_packed_batch(tmp_pat
         (rest,) = yard.made
         assert {partition: part.offsets for partition, part in rest.parts.items()} == {0: OffsetSet([3, 5])}
         assert rest.batch_id != BATCH
+
+
+# ------------------------------------------------------------------------------------------- not as it is
+
+
+async def admitted(yard: Yard, task: Any, offsets: list[int], tokens: int = 1_000, **part: Any) -> Any:
+    """A sealed batch of these rows, and what its wish to go is answered with."""
+    sealed = SealedPart(task, OffsetSet(offsets), 100, tokens, **part)
+    yard.context = BatchContext(SealedBatch(BATCH, KEY, SealReason.TIME, {0: sealed}, (), NOW, 0), ACCOUNT)
+    return await yard.run(BatchState.SEALED, Admit())
+
+
+async def test_a_batch_beyond_the_token_limit_goes_on_in_smaller_ones(tmp_path: Path) -> None:
+    """Its rows become waiting lots that say how much may travel together; those that came out of one are cut too."""
+    limits = {f"accounts.{ACCOUNT}.limits.enqueued_tokens": {KEY.model: 500}}
+    async with Harbour(tmp_path, **limits) as harbour:
+        task = await harbour.task()
+        before = await harbour.hold(lot(LotState.WAITING, [7, 8], lot_id=LotId("01JWWWWWWWWWWWWWWWWWWWWWWW")))
+        task.packed_rows[before.lot_id] = OffsetSet([7, 8])
+        yard = Yard(harbour)
+        assert isinstance(await admitted(yard, task, [1, 2, 7, 8]), HeldBack)
+        assert await yard.run(BatchState.REFUSED, HandRowsOn("held")) == RowsHandedOn()
+        waiting = task.waiting_lots().values()
+        assert sorted(offset for one in waiting for offset in task.ledger.held_by(one.lot_id)) == [1, 2, 7, 8]
+        assert {one.extra[PACK_TOKENS] for one in waiting if task.ledger.held_by(one.lot_id)} == {450}
+        assert HELD_SINCE not in next(iter(waiting)).extra, "no hold stands: they grow older"
+        assert yard.made == []
+
+
+async def test_rows_that_come_home_too_late_leave_their_batch_for_the_lane(tmp_path: Path) -> None:
+    """Looked for while the batch waits for its place; the others wait in the ledger for another batch."""
+    async with Harbour(tmp_path) as harbour:
+        task = await harbour.task()
+        yard = Yard(harbour)
+        asked: list[list[int]] = []
+
+        async def late(_task: Any, offsets: OffsetSet, _key: Any) -> OffsetSet:
+            asked.append(list(offsets))
+            return OffsetSet([2])
+
+        yard.work._late_rows = late
+        soon = round(NOW.timestamp()) // 900 + 4 * 20
+        assert isinstance(await admitted(yard, task, [1, 2], due={soon: 2}), HeldBack)
+        assert asked == [[1, 2]]
+        await yard.run(BatchState.REFUSED, HandRowsOn("held"))
+        lanes = {one.lane: list(task.ledger.held_by(one.lot_id)) for one in task.waiting_lots().values()}
+        assert lanes == {Lane.SYNC: [2], Lane.BATCH: [1]}
+
+
+async def test_a_batch_that_is_in_time_asks_nobody(tmp_path: Path) -> None:
+    """Only near the time a row's own deadline is looked up."""
+    async with Harbour(tmp_path) as harbour:
+        task = await harbour.task()
+        yard = Yard(harbour)
+
+        async def never(*_: object) -> OffsetSet:
+            raise AssertionError("nothing is late")
+
+        yard.work._late_rows = never
+        later = round(NOW.timestamp()) // 900 + 4 * 29
+        assert isinstance(await admitted(yard, task, [1, 2], due={later: 2}), Admitted)
+        assert yard.context.is_admitted
+
+
+async def test_a_batch_waits_while_another_one_tries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hold has just ended: the second batch goes once the first one's success has lifted it."""
+    monkeypatch.setattr(rooms, "ROOM_LOOK_S", 0.001)
+    async with Harbour(tmp_path) as harbour:
+        task = await harbour.task()
+        await harbour.holds.place_account(KEY, "quota")
+        harbour.clock.at += timedelta(seconds=60)
+        assert harbour.holds.may_probe(KEY, "01JBBBBBBBBBBBBBBBBBBBBBBB")
+        yard = Yard(harbour)
+        wish = asyncio.create_task(admitted(yard, task, [1]))
+        async with asyncio.timeout(10):
+            while not harbour.telemetry.named("batch_admission_waits"):  # noqa: ASYNC110 (one loop, no other thread)
+                await asyncio.sleep(0)
+            assert harbour.telemetry.named("batch_admission_waits")[0]["reason"] == "probe"
+            assert not wish.done()
+            await harbour.holds.probe_succeeded(KEY, "01JBBBBBBBBBBBBBBBBBBBBBBB")
+            assert isinstance(await wish, Admitted)
+
+
+async def test_a_batch_that_steps_back_creates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lots are seen beside a larger sum: the record is refused, and its rows leave again."""
+    monkeypatch.setattr("batchferry.engine.admission.STEP_BACK_S", 0.0)
+    limits = {f"accounts.{ACCOUNT}.limits.enqueued_tokens": {KEY.model: 500}}
+    async with Harbour(tmp_path, **limits) as harbour:
+        task = await harbour.task()
+        await harbour.hold(submitted([9], lot_id=LotId("01JAAAAAAAAAAAAAAAAAAAAAA0"), own_tokens=300))
+        yard = Yard(harbour)
+        sealed = SealedPart(task, OffsetSet([1, 2]), 100, 300)
+        yard.context = BatchContext(SealedBatch(BATCH, KEY, SealReason.TIME, {0: sealed}, (), NOW, 0), ACCOUNT)
+        assert await yard.run(BatchState.SUBMITTING, RecordSubmitting(FileId("file-1"))) == SubmittingRefused()
+        assert len(harbour.telemetry.named("batch_stepped_back")) == 1
+        assert await yard.run(BatchState.REFUSED, HandRowsOn("partition_moved")) == RowsHandedOn()
+        (waiting,) = task.waiting_lots().values()
+        assert (list(waiting.offsets), waiting.attempts) == ([1, 2], {})
