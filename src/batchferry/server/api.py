@@ -97,14 +97,14 @@ def make_app(
         return Response(metrics_text(), media_type=METRICS_CONTENT_TYPE)
 
     async def status(_request: Request) -> Response:
-        return _json(_shown(await read_model.status()))
+        return json_response(_shown(await read_model.status()))
 
     async def batches(request: Request) -> Response:
         limit = _limit(request)
         state = request.query_params.get("state")
         rows = [row for row in await read_model.batches() if state is None or str(row.get("state")) == state]
         rows.sort(key=lambda row: str(row.get("batch_id")), reverse=True)  # a batch_id sorts by its time
-        return _json({"batches": _shown(rows[:limit]), "total": len(rows)})
+        return json_response({"batches": _shown(rows[:limit]), "total": len(rows)})
 
     async def batch(request: Request) -> Response:
         batch_id = request.path_params["batch_id"]
@@ -112,23 +112,17 @@ def make_app(
         if found is None:
             raise HTTPException(404, "no such batch in this replica's table; another replica may know it")
         events = await read_model.batch_events(batch_id)
-        return _json({"batch": _shown(found), "events": _shown(events[-MAX_EVENTS:]), "total_events": len(events)})
+        return json_response(
+            {"batch": _shown(found), "events": _shown(events[-MAX_EVENTS:]), "total_events": len(events)}
+        )
 
     def route(path: str, endpoint: Endpoint, *, private: bool = False) -> Route:
-        async def guarded(request: Request) -> Response:
-            try:
-                if private and token is not None:
-                    _demand(request, token)
-                response = await endpoint(request)
-            except HTTPException as refusal:
-                response = _refusal(refusal)
-            except Exception as error:  # noqa: BLE001 - one page's bug stays with that page, and out of its answer
-                telemetry.event("api_failed", route=path, **error_fields(error))
-                response = _error(500, "this page could not be made; the log says where")
-            telemetry.count("http_requests", route=path, status=str(response.status_code))
-            return response
+        async def allowed(request: Request) -> Response:
+            if private and token is not None:
+                _demand(request, token)
+            return await endpoint(request)
 
-        return Route(path, guarded, methods=["GET"])
+        return guarded_route(path, allowed, "GET", telemetry)
 
     return Starlette(
         routes=[
@@ -145,6 +139,23 @@ def make_app(
     )
 
 
+def guarded_route(path: str, endpoint: Endpoint, method: str, telemetry: Telemetry) -> Route:
+    """A route whose refusals are JSON, whose bugs tell the client nothing, and whose answers are counted."""
+
+    async def guarded(request: Request) -> Response:
+        try:
+            response = await endpoint(request)
+        except HTTPException as refusal:
+            response = _refusal(refusal)
+        except Exception as error:  # noqa: BLE001 - one page's bug stays with that page, and out of its answer
+            telemetry.event("api_failed", route=path, **error_fields(error))
+            response = _error(500, "this page could not be made; the log says where")
+        telemetry.count("http_requests", route=path, status=str(response.status_code))
+        return response
+
+    return Route(path, guarded, methods=[method])
+
+
 async def _http_exception(_request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return _refusal(error)
@@ -152,8 +163,8 @@ async def _http_exception(_request: Request, error: Exception) -> Response:
 
 def _probe(reasons: Sequence[str]) -> Response:
     if reasons:
-        return _json({"status": "failing", "reasons": _shown(list(reasons))}, 503)
-    return _json({"status": "ok"})
+        return json_response({"status": "failing", "reasons": _shown(list(reasons))}, 503)
+    return json_response({"status": "ok"})
 
 
 def _demand(request: Request, token: str) -> None:
@@ -177,7 +188,8 @@ def _shown(value: object) -> Any:
     return plain(value)
 
 
-def _json(value: object, status_code: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_response(value: object, status_code: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """An answer that no cache keeps."""
     return Response(
         orjson.dumps(value),
         status_code,
@@ -187,7 +199,7 @@ def _json(value: object, status_code: int = 200, headers: Mapping[str, str] | No
 
 
 def _error(status_code: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
-    return _json({"error": {"status": status_code, "message": message}}, status_code, headers)
+    return json_response({"error": {"status": status_code, "message": message}}, status_code, headers)
 
 
 def _refusal(error: HTTPException) -> Response:
