@@ -13,7 +13,7 @@ from batchferry.cli.exits import Exit
 
 COMMANDS = (
     "run", "demo", "produce", "results", "status", "batches", "show", "plan", "doctor", "settings", "schemas",
-    "simulate",
+    "simulate", "validate", "report",
 )  # fmt: skip
 NO_BROKER = {"kafka": {"bootstrap_servers": ["127.0.0.1:1"], "request_timeout_s": 2}}
 
@@ -72,7 +72,7 @@ def test_run_without_a_key_says_where_to_put_it(cli: Run) -> None:
     assert "OPENAI_API_KEY" in ran.err
 
 
-@pytest.mark.parametrize("command", [("status",), ("batches",), ("results",), ("show", "x")])
+@pytest.mark.parametrize("command", [("status",), ("batches",), ("results",), ("show", "x"), ("report",)])
 def test_no_broker_is_one_clear_message(cli: Run, tmp_path: Path, command: tuple[str, ...]) -> None:
     """Without a broker a command ends with code 1, names the address and a remedy, and shows no traceback."""
     ran = cli(*command, "--config", settings_file(tmp_path, NO_BROKER))

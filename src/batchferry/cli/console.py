@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from batchferry.cli.exits import Exit
+from batchferry.domain.money import format_usd
 from batchferry.domain.times import hours
 
 PLAIN_WIDTH_CHARS = 120
@@ -133,6 +134,16 @@ def money(picodollars: int | None) -> str:
         return "-"
     usd = picodollars / 10**12
     return f"${usd:,.2f}" if usd >= 1 or not usd else f"${usd:,.4f}"
+
+
+def amount(picodollars: int | None) -> str:
+    """As ``money``, in a word where it is not known: for sums that somebody might take a dash in for nothing."""
+    return "unknown" if picodollars is None else money(picodollars)
+
+
+def usd(picodollars: int | None) -> str | None:
+    """An exact decimal for ``--json``; None where it is not known."""
+    return None if picodollars is None else format_usd(picodollars)
 
 
 def instant(at: datetime | None) -> str:

@@ -19,7 +19,7 @@ class Exit(IntEnum):
     BUDGET_PASSED = 4
     """``run`` was told to stop and could not drain in time. Nothing is lost: the next start goes on from there."""
     LINES_REFUSED = 5
-    """``produce`` did not send every line; those it did not are named."""
+    """``produce`` or ``replay`` did not send everything, or ``validate`` found faults; what is wrong is named."""
     INTERRUPTED = 130
     """Ended by Ctrl-C, or by a second signal."""
 
@@ -30,7 +30,7 @@ _SHORT = {
     Exit.USAGE: "flags or settings are wrong, nothing was begun",
     Exit.REFUSED: "a start-up check refuses, see doctor",
     Exit.BUDGET_PASSED: "run could not drain within its stop budget; nothing is lost",
-    Exit.LINES_REFUSED: "produce did not send every line; it names those",
+    Exit.LINES_REFUSED: "produce or replay did not send everything, or validate found faults; they name what",
     Exit.INTERRUPTED: "ended by Ctrl-C or a second signal",
 }
 

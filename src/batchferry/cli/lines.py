@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
+
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from batchferry.cli.console import err, fail
+from batchferry.cli.exits import Exit
+from batchferry.domain.requests import BadRecord
+
+STDIN = "-"
+"""The name that means standard input."""
+UTF8_BOM = b"\xef\xbb\xbf"
+UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 READ_BYTES = 1024 * 1024
 """One read; what a pipe has ready counts as one, so that slow input is passed on as it comes."""
@@ -63,3 +76,43 @@ class LineReader:
         if size_bytes > self._max_bytes:
             return Line(number, None, size_bytes)
         return Line(number, value, size_bytes)
+
+
+def refusal(bad: BadRecord) -> str:
+    """What is wrong with a line, its rule, and what to do."""
+    return f"{bad.message} ({bad.rule}); {bad.remedy}"
+
+
+@contextmanager
+def opened(file: str, max_line_bytes: int) -> Iterator[tuple[LineReader, int | None]]:
+    """The lines of a file or of standard input, and the file's size in bytes (None: not known).
+
+    Raises:
+        typer.Exit: it cannot be read; why has been told.
+    """
+    if file == STDIN:
+        yield LineReader(sys.stdin.fileno(), max_line_bytes), None
+        return
+    try:
+        descriptor = os.open(file, os.O_RDONLY)
+    except OSError as error:
+        fail(Exit.USAGE, f"{file} cannot be read ({error.strerror}); correct the path or its rights")
+    try:
+        yield LineReader(descriptor, max_line_bytes), os.fstat(descriptor).st_size
+    except IsADirectoryError:
+        fail(Exit.USAGE, f"{file} is a folder; name a file")
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar on the terminal, nothing elsewhere; called with the bytes read so far."""
+    console = err()
+    if not console.is_terminal:
+        yield lambda _done: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)

@@ -10,7 +10,23 @@ from typing import Annotated
 import typer
 
 from batchferry import __version__
-from batchferry.cli import demo, doctor, plan, produce, results, run, schemas, settings, simulate, status, sweep
+from batchferry.cli import (
+    demo,
+    doctor,
+    hold,
+    plan,
+    produce,
+    replay,
+    report,
+    results,
+    run,
+    schemas,
+    settings,
+    simulate,
+    status,
+    sweep,
+    validate,
+)
 from batchferry.cli.console import complain
 from batchferry.cli.exits import Exit, epilog
 from batchferry.domain.errors import BatchferryError, ConfigError, GateRefused, KafkaUnavailable
@@ -44,11 +60,19 @@ def _root(
 for _name, _command in (
     ("run", run.run),
     ("demo", demo.demo),
+    ("validate", validate.validate),
     ("produce", produce.produce),
     ("results", results.results),
     ("status", status.status),
     ("batches", status.batches),
     ("show", status.show),
+    ("hold", hold.hold),
+    ("release", hold.release),
+    ("flush", hold.flush),
+    ("cancel", hold.cancel),
+    ("rescue", hold.rescue),
+    ("replay", replay.replay),
+    ("report", report.report),
     ("plan", plan.plan),
     ("doctor", doctor.doctor),
     ("sweep", sweep.sweep),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from batchferry.cli.console import count, facts, length, money, out, print_json, size, wants_json
+from batchferry.cli.console import amount, cell, count, facts, length, money, out, print_json, size, usd, wants_json
 from batchferry.cli.options import ConfigOption, JsonOption, load
-from batchferry.domain.money import price_row
+from batchferry.domain.money import PICODOLLARS, PriceBasis, UnitPrices, price_row
 from batchferry.domain.provider import Usage
 from batchferry.domain.requests import LINE_OVERHEAD_BYTES
 from batchferry.domain.times import HOUR_S, WaitPlan
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "gpt-4o-mini"
 DAY_H = 24
+DAYS = 30
+"""Days of the longer forecast."""
 WORTH_ROWS = 500
 """Below so many rows a batch saves little for the hours it takes."""
 
@@ -33,6 +36,8 @@ class Load:
     input_tokens: int
     output_tokens: int
     model: str
+    rows_per_day: Fraction
+    """The same a day, exactly: money is worked out from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +59,35 @@ class Filling:
 def plan(
     config: ConfigOption = None,
     rows_per_hour: Annotated[float, typer.Option(min=0, help="Requests that come in each hour.")] = 1000,
+    rows_per_day: Annotated[
+        float | None, typer.Option(min=0, help="The same for a day; it goes before --rows-per-hour.")
+    ] = None,
     row_bytes: Annotated[int, typer.Option(min=1, help="Bytes of one request.")] = 2000,
     tokens: Annotated[int, typer.Option(min=0, help="Input tokens of one request.")] = 500,
     output_tokens: Annotated[int, typer.Option(min=0, help="Output tokens of one answer.")] = 100,
     model: Annotated[
         str | None, typer.Option(help="Model to price; left out: the route's own, else gpt-4o-mini.")
     ] = None,
+    price_in: Annotated[
+        str | None, typer.Option(metavar="USD", help="Your price of a million input tokens outside a batch.")
+    ] = None,
+    price_out: Annotated[str | None, typer.Option(metavar="USD", help="The same for output tokens.")] = None,
     as_json: JsonOption = None,
 ) -> None:
     """Write out each route's deadline arithmetic, its batch sizes under a load, and the cost.
 
     A route whose promise cannot be kept is refused with its sum (exit code 2). Needs no broker and no provider.
+    Prices come from the price data; with --price-in and --price-out from you, a batch at half of them.
     """
     settings = load(config, keys_needed=False)
+    prices = _unit_prices(price_in, price_out)
+    a_day = Fraction(rows_per_hour) * DAY_H if rows_per_day is None else Fraction(rows_per_day)
     routes = [
         _Route(
             settings,
             route,
-            Load(rows_per_hour, row_bytes, tokens, output_tokens, model or _model_of(route)),
+            Load(float(a_day / DAY_H), row_bytes, tokens, output_tokens, model or _model_of(route), a_day),
+            prices,
         )
         for route in settings.routes.values()
     ]
@@ -102,10 +118,47 @@ def filling(route: RouteSettings, account: AccountSettings, wait: WaitPlan, load
     return Filling(most, reason, fill_s, per_day, per_day * account.window_s / (DAY_H * HOUR_S))
 
 
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a load costs in some days, in picodollars."""
+
+    batch: int
+    sync: int
+
+    @property
+    def saving(self) -> int:
+        """What the batch saves."""
+        return self.sync - self.batch
+
+    def as_json(self) -> dict[str, str | None]:
+        """Exact decimals."""
+        return {"cost_usd": usd(self.batch), "sync_cost_usd": usd(self.sync), "saving_usd": usd(self.saving)}
+
+
+UNKNOWN_COST = {"cost_usd": None, "sync_cost_usd": None, "saving_usd": None}
+
+
+def cost_of(load: Load, provider: str, prices: UnitPrices | None, when: datetime, days: int = 1) -> Cost | None:
+    """What a load costs in so many days, rounded once; None where the price of its model is not known.
+
+    Args:
+        load: what comes in.
+        provider: whose prices apply.
+        prices: named ones, which go before the price data's.
+        when: whose prices apply, aware UTC.
+        days: of 24 hours.
+    """
+    many = load.rows_per_day * days
+    if prices is not None:
+        return Cost(*prices.cost(many * load.input_tokens, many * load.output_tokens))
+    row = price_row(provider, load.model, Usage(load.input_tokens, load.output_tokens), when, batch=True)
+    return None if row is None else Cost(round(row.picodollars * many), round(row.list_picodollars * many))
+
+
 class _Route:
     """One route under a load."""
 
-    def __init__(self, settings: Settings, route: RouteSettings, load: Load) -> None:
+    def __init__(self, settings: Settings, route: RouteSettings, load: Load, prices: UnitPrices | None) -> None:
         self.route = route
         self.account = settings.account_of(route)
         self.load = load
@@ -113,12 +166,28 @@ class _Route:
         self.filling = filling(route, self.account, self.wait, load)
         self.poll_cap_s = self.account.poll.max_s
         self.cancel_s, self.download_s, self.lead_s = settings.cancel_s, settings.download_s, settings.rescue_lead_s
-        usage = Usage(load.input_tokens, load.output_tokens, 0)
         now = datetime.now(UTC)
-        self.batch_price = price_row(self.account.provider, load.model, usage, now, batch=True)
-        rows_a_day = load.rows_per_hour * DAY_H
-        self.cost = None if self.batch_price is None else round(self.batch_price.picodollars * rows_a_day)
-        self.listed = None if self.batch_price is None else round(self.batch_price.list_picodollars * rows_a_day)
+        usage = Usage(load.input_tokens, load.output_tokens)
+        row = price_row(self.account.provider, load.model, usage, now, batch=True)
+        self.basis = "named" if prices is not None else None if row is None else row.basis.value
+        self.day = cost_of(load, self.account.provider, prices, now)
+        self.days = cost_of(load, self.account.provider, prices, now, DAYS)
+
+    @property
+    def enqueued_tokens(self) -> float:
+        """Input tokens at the provider at one time, when each batch takes its whole window."""
+        return self.filling.rows * self.load.input_tokens * max(1.0, self.filling.at_provider)
+
+    @property
+    def enqueued_limit(self) -> int | None:
+        """The account's limit for the model; None: none is set."""
+        return self.account.limits.enqueued_tokens.get(self.load.model)
+
+    @property
+    def spending_share(self) -> float | None:
+        """The day's cost in shares of the route's spending limit; None without a limit or a price."""
+        limit = self.route.max_usd_per_day
+        return None if limit is None or self.day is None else self.day.batch / PICODOLLARS / limit
 
     @property
     def margin_needed_s(self) -> float:
@@ -126,7 +195,6 @@ class _Route:
 
     def as_json(self) -> dict[str, object]:
         wait, made = self.wait, self.filling
-        price = self.batch_price
         return {
             "route": self.route.name,
             "account": self.route.account,
@@ -140,6 +208,7 @@ class _Route:
             "sum": wait.sum_text,
             "load": {
                 "rows_per_hour": self.load.rows_per_hour,
+                "rows_per_day": float(self.load.rows_per_day),
                 "row_bytes": self.load.row_bytes,
                 "input_tokens": self.load.input_tokens,
                 "output_tokens": self.load.output_tokens,
@@ -155,10 +224,17 @@ class _Route:
                 "at_provider_at_most": round(made.at_provider, 2),
             },
             "per_day": {
-                "cost_picodollars": self.cost,
-                "sync_cost_picodollars": self.listed,
-                "basis": None if price is None else price.basis.value,
+                "cost_picodollars": None if self.day is None else self.day.batch,
+                "sync_cost_picodollars": None if self.day is None else self.day.sync,
+                **(UNKNOWN_COST if self.day is None else self.day.as_json()),
+                "basis": self.basis,
             },
+            "in_30_days": UNKNOWN_COST if self.days is None else self.days.as_json(),
+            "spending_limit": {
+                "usd_per_day": self.route.max_usd_per_day,
+                "share_of_a_day": None if self.spending_share is None else round(self.spending_share, 4),
+            },
+            "enqueued_tokens": {"at_once": round(self.enqueued_tokens), "limit": self.enqueued_limit},
             "remarks": self.remarks(),
         }
 
@@ -171,16 +247,21 @@ class _Route:
                 f"batches of {count(made.rows)} rows leave all the same, but below {WORTH_ROWS} rows a file and a batch"
                 " are hardly worth it; a longer SLA gathers more"
             )
-        queue = self.account.limits.enqueued_tokens.get(self.load.model)
-        wanted = made.rows * self.load.input_tokens * max(1.0, made.at_provider)
+        queue, wanted = self.enqueued_limit, self.enqueued_tokens
         if queue is not None and wanted > queue:
             told.append(
                 f"up to {count(wanted)} input tokens would be at the provider, the account's limit for"
                 f" {self.load.model} is {count(queue)}: batches will wait for room"
             )
-        if self.batch_price is None:
-            told.append(f"no price is known for {self.load.model} at {self.account.provider}")
-        elif self.batch_price.basis.value == "assumed_discount":
+        share = self.spending_share
+        if share is not None and share > 1:
+            told.append(
+                f"the spending limit of ${self.route.max_usd_per_day:,.2f} a day is reached after"
+                f" {length(DAY_H * HOUR_S / share)}: the route is then held until the next day"
+            )
+        if self.basis is None:
+            told.append(f"no price is known for {self.load.model} at {self.account.provider}: what it costs is unknown")
+        elif self.basis == PriceBasis.ASSUMED_DISCOUNT.value:
             told.append(f"half of the list price is assumed: the price data has no batch price of {self.load.model}")
         return told
 
@@ -232,17 +313,39 @@ class _Route:
                 "batches",
                 f"{made.per_day:.1f} a day, at most {made.at_provider:.1f} at the provider at one time",
             ),
-            (
-                "cost",
-                (
-                    f"{money(self.cost)} a day, {money(None if self.cost is None else self.cost * 30)} in 30 days;"
-                    f" outside a batch {money(self.listed)} a day"
-                ),
-            ),
+            ("tokens at the provider", self._enqueued_text()),
+            ("cost a day", _cost_text(self.day)),
+            (f"cost in {DAYS} days", _cost_text(self.days)),
+            *([] if self.route.max_usd_per_day is None else [("spending limit", self._spending_text())]),
         ]
         console.print(facts(told))
         for remark in self.remarks():
-            console.print(f"note: {remark}", markup=False)
+            console.print(cell(f"note: {remark}"))
+
+    def _enqueued_text(self) -> str:
+        limit = self.enqueued_limit
+        known = f"no limit is set for {self.load.model}" if limit is None else f"the limit is {count(limit)}"
+        return f"{count(self.enqueued_tokens)} at one time; {known}"
+
+    def _spending_text(self) -> str:
+        share = self.spending_share
+        used = "a day's cost is unknown" if share is None else f"a day takes {share:.0%} of it"
+        return f"${self.route.max_usd_per_day:,.2f} a day; {used}"
+
+
+def _cost_text(cost: Cost | None) -> str:
+    if cost is None:
+        return amount(None)
+    return f"{money(cost.batch)} by batch, {money(cost.sync)} outside: {money(cost.saving)} saved"
+
+
+def _unit_prices(price_in: str | None, price_out: str | None) -> UnitPrices | None:
+    if price_in is None and price_out is None:
+        return None
+    try:
+        return UnitPrices.per_million(price_in or "0", price_out or "0")
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--price-in, --price-out") from error
 
 
 def _model_of(route: RouteSettings) -> str:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,12 +12,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import orjson
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from batchferry.cli.console import complain, count, err, facts, fail, out, print_json, size, wants_json
+from batchferry.cli.console import complain, count, facts, fail, out, print_json, size, wants_json
 from batchferry.cli.errors import TopicMissing
 from batchferry.cli.exits import Exit
-from batchferry.cli.lines import READ_BYTES, Line, LineReader
+from batchferry.cli.lines import (
+    READ_BYTES,
+    STDIN,
+    UTF8_BOM,
+    UTF16_MARKS,
+    Line,
+    LineReader,
+    opened,
+    progress,
+    refusal,
+)
 from batchferry.cli.options import ConfigOption, JsonOption, load
 from batchferry.domain.errors import KafkaUnavailable
 from batchferry.domain.requests import BadRecord, RequestRules, parse_request
@@ -31,15 +37,12 @@ if TYPE_CHECKING:
     from batchferry.config import Settings
     from batchferry.ports import Clock, KafkaPort
 
-STDIN = "-"
 NAMED_LINES = 50
 """Lines named one by one; what is beyond is counted only."""
 DEFAULT_TOPIC_BYTES = 1_048_588
 """Kafka's own default of ``max.message.bytes``."""
 RECORD_OVERHEAD_BYTES = 512
 """Room for key, framing and header names within the topic's limit."""
-_UTF8_BOM = b"\xef\xbb\xbf"
-_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class _Keyed(msgspec.Struct, gc=False):
@@ -117,11 +120,11 @@ def produce(
             max_bytes = await _ready_topic(kafka, settings, target)
             sender = _Sender(kafka, target, headers, _key_of(key), clock, at_ms, max_bytes, rules if check else None)
             if check and file != STDIN:
-                with _opened(file, max_bytes) as (reader, total):
+                with opened(file, max_bytes) as (reader, total):
                     await _check_all(reader, total, sender, tally, from_line)
                 if tally.refused:
                     return
-            with _opened(file, max_bytes) as (reader, total):
+            with opened(file, max_bytes) as (reader, total):
                 await _send_all(reader, total, sender, tally, from_line)
         finally:
             await kafka.aclose()
@@ -166,7 +169,7 @@ class _Sender:
         if self._rules is not None:
             found = parse_request(line.value, self._headers, self._rules)
             if isinstance(found, BadRecord):
-                return f"{found.message} ({found.rule}); {found.remedy}"
+                return refusal(found)
         return None
 
     async def send(self, lines: list[Line], tally: _Tally) -> None:
@@ -225,7 +228,7 @@ async def _ready_topic(kafka: KafkaPort, settings: Settings, topic: str) -> int:
 
 async def _send_all(reader: LineReader, total: int | None, sender: _Sender, tally: _Tally, from_line: int) -> None:
     try:
-        with _progress("producing", total) as advance:
+        with progress("producing", total) as advance:
             async for lines in _blocks(reader, from_line):
                 await sender.send(lines, tally)
                 advance(reader.read_bytes)
@@ -234,7 +237,7 @@ async def _send_all(reader: LineReader, total: int | None, sender: _Sender, tall
 
 
 async def _check_all(reader: LineReader, total: int | None, sender: _Sender, tally: _Tally, from_line: int) -> None:
-    with _progress("checking", total) as advance:
+    with progress("checking", total) as advance:
         async for lines in _blocks(reader, from_line):
             for line in lines:
                 if line.bytes and (why := sender.fault(line)) is not None:
@@ -258,48 +261,18 @@ async def _blocks(reader: LineReader, from_line: int) -> Any:
 def _look_at(file: str) -> None:
     """Leave at once, before the cluster is asked for anything, when the file cannot be read."""
     if file != STDIN:
-        with _opened(file, READ_BYTES) as (reader, _):
+        with opened(file, READ_BYTES) as (reader, _):
             next(reader.blocks(), None)
 
 
 def _mind_the_mark(first: bytes) -> None:
-    if first.startswith(_UTF16_MARKS):
+    if first.startswith(UTF16_MARKS):
         fail(Exit.LINES_REFUSED, "the file is UTF-16, nothing was sent; write it as UTF-8")
-    if first.startswith(_UTF8_BOM):
+    if first.startswith(UTF8_BOM):
         complain(
             "the file starts with a byte order mark; line 1 goes out as it stands and will be refused by the service",
             "remedy: write the file as UTF-8 without one (in Python: encoding='utf-8', not 'utf-8-sig')",
         )
-
-
-@contextmanager
-def _opened(file: str, max_bytes: int) -> Iterator[tuple[LineReader, int | None]]:
-    if file == STDIN:
-        yield LineReader(sys.stdin.fileno(), max_bytes), None
-        return
-    try:
-        descriptor = os.open(file, os.O_RDONLY)
-    except OSError as error:
-        fail(Exit.USAGE, f"{file} cannot be read ({error.strerror}); correct the path or its rights")
-    try:
-        yield LineReader(descriptor, max_bytes), os.fstat(descriptor).st_size
-    except IsADirectoryError:
-        fail(Exit.USAGE, f"{file} is a folder; name a file")
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar on the terminal, nothing elsewhere; called with the bytes read so far."""
-    console = err()
-    if not console.is_terminal:
-        yield lambda _done: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.update(task, completed=done)
 
 
 def _report(tally: _Tally, topic: str, took_s: float, *, show_json: bool) -> None:

@@ -143,6 +143,9 @@ class Standing:
     batches: list[BatchStanding]
     """Newest first."""
     holds: list[control.Hold]
+    ledgers: Mapping[int, PartitionLedger] = field(default_factory=dict)
+    """What each partition's ledger says, for questions about a single row."""
+    controls: control.ControlState = field(default_factory=control.ControlState)
 
     @property
     def unsettled(self) -> int:
@@ -173,28 +176,28 @@ async def read_standing(kafka: KafkaPort, settings: Settings, now: datetime) -> 
         there = 0 if ledger_topic is None else ledger_topic.partitions
         partitions: list[PartitionStanding] = []
         batches: dict[str, BatchStanding] = {}
+        ledgers: dict[int, PartitionLedger] = {}
         for partition in range(requests.partitions):
-            ledger = PartitionLedger(partition)
+            ledger = ledgers[partition] = PartitionLedger(partition)
             fault = "" if partition >= there else await _replay(reader, topics.ledger_topic, ledger)
             partitions.append(_standing_of(ledger, bounds[partition], read, committed, fault))
             for lot in ledger.lots.values():
                 batch = batches.setdefault(lot.lot_id, BatchStanding(lot.lot_id))
                 batch.lots[partition] = lot
                 batch.unsettled += len(ledger.held_by(lot.lot_id))
-        holds = []
+        state = control.ControlState()
         if found[topics.control_topic] is not None:
-            state = control.ControlState()
             async for records in reader.read_to_end(topics.control_topic, 0):
                 for record in records:
                     entry = None if record.key is None else control.decode(record.key, record.value)
                     if entry is not None:
                         state.apply(entry)
-            holds = list(state.all_standing(now))
     finally:
         await reader.stop()
         await admin.close()
     newest = sorted(batches.values(), key=lambda batch: batch.batch_id, reverse=True)
-    return Standing(topics.requests, topics.group, now, partitions, newest, holds)
+    holds = list(state.all_standing(now))
+    return Standing(topics.requests, topics.group, now, partitions, newest, holds, ledgers, state)
 
 
 async def read_events(kafka: KafkaPort, settings: Settings, batch_id: str) -> list[dict[str, Any]]:
@@ -219,6 +222,19 @@ async def read_events(kafka: KafkaPort, settings: Settings, batch_id: str) -> li
         await reader.stop()
         await admin.close()
     return sorted(events, key=lambda event: str(event.get("at")))
+
+
+MIN_PREFIX_CHARS = 6
+"""A batch may be named by so many of its first characters; what is shorter could be anybody's custom_id."""
+
+
+def find_batches(standing: Standing, named: str) -> list[BatchStanding]:
+    """The batches a person may mean: by our id, the beginning of one, or the provider's id."""
+    wanted = named.upper()
+    exact = [batch for batch in standing.batches if batch.batch_id == wanted or named in batch.provider_ids]
+    if exact or len(wanted) < MIN_PREFIX_CHARS:
+        return exact
+    return [batch for batch in standing.batches if batch.batch_id.startswith(wanted)]
 
 
 async def _committed(admin: KafkaAdmin, group: str, topic: str) -> Mapping[int, int]:

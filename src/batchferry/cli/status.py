@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -27,8 +27,9 @@ from batchferry.cli.console import (
     wants_json,
 )
 from batchferry.cli.exits import Exit
+from batchferry.cli.history import Story, find_rows, parse_place, tell_rows
 from batchferry.cli.options import ConfigOption, JsonOption, load
-from batchferry.cli.standing import BatchStanding, Standing, read_events, read_standing
+from batchferry.cli.standing import BatchStanding, Standing, find_batches, read_events, read_standing
 from batchferry.domain.ledger import LotState
 
 if TYPE_CHECKING:
@@ -78,23 +79,87 @@ def batches(
 
 
 def show(
-    batch: Annotated[str, typer.Argument(help="Our batch id, the beginning of one, or the provider's id.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="A batch (our id, its beginning, the provider's id), a custom_id, PARTITION:OFFSET, or"
+            " TOPIC-PARTITION@OFFSET.",
+        ),
+    ],
     config: ConfigOption = None,
+    custom_id: Annotated[
+        bool, typer.Option("--custom-id", help="TARGET is a custom_id, whatever it looks like.")
+    ] = False,
+    answer: Annotated[
+        bool, typer.Option("--answer", help="Also print the answer, the request and the provider's words.")
+    ] = False,
     as_json: JsonOption = None,
 ) -> None:
-    """Show one batch: its parts, its history, and how it ended."""
+    """Show one batch, or one request: its history, where it is, why it waits, or why it ended as it did.
+
+    A custom_id is searched for in the output topics and in the unsettled part of the input; all rows that have it are
+    told. Prompts and answers are not printed unless --answer is given.
+    """
     settings = load(config, keys_needed=False)
 
-    async def look(kafka: KafkaPort, settings: Settings, now: datetime) -> tuple[BatchStanding, list[dict[str, Any]]]:
+    async def look(kafka: KafkaPort, settings: Settings, now: datetime) -> Shown:
         standing = await read_standing(kafka, settings, now)
-        one = _chosen(standing, batch)
-        return one, await read_events(kafka, settings, one.batch_id)
+        return await _look(kafka, settings, standing, target, is_custom_id=custom_id, with_answer=answer)
 
-    one, events = _ask(settings, look)
-    if wants_json(as_json):
-        print_json({**one.as_json(), "events": events})
+    shown = _ask(settings, look)
+    if shown.batch is not None:
+        if wants_json(as_json):
+            print_json({**shown.batch.as_json(), "events": shown.events})
+        else:
+            _show_one(shown.batch, shown.events)
         return
-    _show_one(one, events)
+    if wants_json(as_json):
+        print_json({"target": target, "rows": [story.as_json() for story in shown.stories], "more_rows": shown.more})
+        return
+    for story in shown.stories:
+        _show_story(story)
+    if shown.more:
+        out().print(f"\n... and {count(shown.more)} more rows have this custom_id; name one as PARTITION:OFFSET")
+
+
+@dataclass(slots=True)
+class Shown:
+    """What a target turned out to be: a batch with its events, or rows."""
+
+    batch: BatchStanding | None = None
+    events: list[dict[str, Any]] = field(default_factory=list)
+    stories: list[Story] = field(default_factory=list)
+    more: int = 0
+
+
+async def _look(
+    kafka: KafkaPort, settings: Settings, standing: Standing, target: str, *, is_custom_id: bool, with_answer: bool
+) -> Shown:
+    batches = [] if is_custom_id else find_batches(standing, target)
+    if len(batches) == 1:
+        one = batches[0]
+        return Shown(one, await read_events(kafka, settings, one.batch_id))
+    if len(batches) > 1:
+        shown = [batch.batch_id for batch in batches[:SHOWN_BATCHES]]
+        fail(Exit.USAGE, f"{target!r} fits {len(batches)} batches; give more of the id", *shown)
+    place = None if is_custom_id else parse_place(target, standing.topic)
+    if place is not None and place.partition >= len(standing.partitions):
+        fail(
+            Exit.USAGE,
+            f"topic {standing.topic} has partitions 0 to {len(standing.partitions) - 1}, there is no {target!r}",
+            "if it is a custom_id, add --custom-id",
+        )
+    found = await find_rows(kafka, settings, standing, place or target)
+    if not found.matches:
+        fail(
+            Exit.FAILED,
+            f"{target!r} is no batch the ledger knows, and no record or outcome has it as its custom_id",
+            "remedy: 'batchferry batches' lists the batches; of a row whose outcome the topics no longer have, give"
+            " the place, as PARTITION:OFFSET",
+        )
+    stories = await tell_rows(kafka, settings, standing, found.matches, with_answer=with_answer)
+    return Shown(stories=stories, more=found.more)
 
 
 def _ask(settings: Settings, look: Callable[[KafkaPort, Settings, datetime], Awaitable[T]]) -> T:
@@ -108,17 +173,6 @@ def _ask(settings: Settings, look: Callable[[KafkaPort, Settings, datetime], Awa
             await kafka.aclose()
 
     return asyncio.run(work())
-
-
-def _chosen(standing: Standing, named: str) -> BatchStanding:
-    wanted = named.upper()
-    found = [batch for batch in standing.batches if batch.batch_id.startswith(wanted) or named in batch.provider_ids]
-    if not found:
-        fail(Exit.FAILED, f"the ledger knows no batch {named!r}; 'batchferry batches' lists those it knows")
-    if len(found) > 1:
-        shown = [batch.batch_id for batch in found[:SHOWN_BATCHES]]
-        fail(Exit.USAGE, f"{named!r} fits {len(found)} batches; give more of the id", *shown)
-    return found[0]
 
 
 def _status_json(standing: Standing) -> dict[str, object]:
@@ -255,3 +309,51 @@ def _event_row(event: dict[str, Any]) -> tuple[object, ...]:
         if name not in {"schema_version", "kind", "event_id", "at", "batch", "partitions"} and value is not None
     }
     return event.get("at"), event.get("kind"), ", ".join(f"{name} {value}" for name, value in told.items())
+
+
+def _show_story(story: Story) -> None:
+    console = out()
+    key = "-" if story.key is None else f"{story.key.label} (key:{story.key.digest})"
+    told: list[tuple[str, object]] = [
+        ("request", story.where),
+        ("custom_id", story.custom_id or "-"),
+        ("batch key", key + (f", route {story.route}" if story.route else "")),
+        ("began to wait", instant(story.t0) or "-"),
+        ("deadline", instant(story.deadline) or "-"),
+        ("now", story.now),
+        ("why", story.why or "-"),
+    ]
+    outcome = story.outcome
+    if outcome is not None:
+        told += _outcome_facts(outcome)
+    console.print(facts(told))
+    if story.steps:
+        lines = ((instant(step.at) or "-", step.what, step.told) for step in story.steps)
+        console.print(rows(table("at", "event", "what", title="\nhistory"), lines))
+    if outcome is not None:
+        for name in ("response", "original"):
+            if outcome.get(name) is not None:
+                console.print(f"\n{name}")
+                print_json(outcome[name])
+    console.print()
+
+
+def _outcome_facts(outcome: dict[str, Any]) -> list[tuple[str, object]]:
+    error, batch, cost, usage = (outcome.get(name) or {} for name in ("error", "batch", "cost", "usage"))
+    told: list[tuple[str, object]] = []
+    if error:
+        told.append(
+            ("class, code", f"{error.get('class')}, {error.get('code')}, HTTP {error.get('http_status') or '-'}")
+        )
+        told += [(name, error[name]) for name in ("message", "remedy") if error.get(name)]
+    if outcome.get("flags"):
+        told.append(("flags", ", ".join(map(str, outcome["flags"]))))
+    if usage:
+        told.append(("tokens", f"{usage.get('input_tokens')} in, {usage.get('output_tokens')} out"))
+    if cost:
+        told.append(
+            ("cost", f"{cost.get('usd')} USD (outside a batch {cost.get('sync_usd')} USD, {cost.get('basis')})")
+        )
+    ids = [batch.get("batch_id"), batch.get("provider_batch_id"), outcome.get("wire_id"), outcome.get("request_id")]
+    told.append(("ids", ", ".join(str(one) for one in ids if one) or "-"))
+    return told

@@ -21,7 +21,12 @@ def _outcome(offset: int, *, succeeded: bool = True, submission: int = 1, custom
         "wire_id": f"{LEDGER}-0-{offset}-{submission}",
         "submission": submission,
         "attempts": {"missing": submission - 1} if submission > 1 else {},
-        "batch": {"batch_id": "B", "sealed_at": "2026-01-01T04:00:00Z", "landed_at": "2026-01-01T05:00:00Z"},
+        "batch": {
+            "batch_id": "B",
+            "lane": "batch",
+            "sealed_at": "2026-01-01T04:00:00Z",
+            "landed_at": "2026-01-01T05:00:00Z",
+        },
     }
     if succeeded:
         told |= {"flags": [], "usage": {"input_tokens": 3, "output_tokens": 1}, "cost": {"usd": "0.5", "sync_usd": "1"}}

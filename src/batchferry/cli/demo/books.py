@@ -12,7 +12,9 @@ import orjson
 
 from batchferry.cli.demo.questions import EXPECT, INTENT
 from batchferry.domain.ids import parse_wire_id
+from batchferry.domain.ledger import Lane
 from batchferry.domain.money import PICODOLLARS
+from batchferry.domain.retry import SYNC_TRIES
 from batchferry.domain.rows import RowClass
 
 if TYPE_CHECKING:
@@ -79,7 +81,10 @@ class Books:
     sent_again: Counter[str] = field(default_factory=Counter)
     """Rows that travelled again, by the class that was the reason."""
     answered: set[str] = field(default_factory=set)
-    """Wire ids whose answers were published."""
+    """Wire ids whose answers were published, of rows that were in a batch."""
+    sync_answered: int = 0
+    """Answers of the sync lane that were published."""
+    waves: set[str] = field(default_factory=set)
     given_up: set[str] = field(default_factory=set)
     """Wire ids of records that failed because their answer did not come."""
     submissions: dict[Place, int] = field(default_factory=dict)
@@ -95,7 +100,9 @@ class Books:
     """Answers that name the data set's own label, of those that could."""
     batches: set[str] = field(default_factory=set)
     bill: Mapping[str, int] | None = None
-    """How often each wire id was paid."""
+    """How often each wire id was paid in a batch."""
+    sync_billed: int = 0
+    """Calls of the sync lane that were paid."""
 
     @property
     def all_failed(self) -> int:
@@ -136,24 +143,30 @@ class Books:
                 lost += 1
             else:
                 unexplained += 1
+        sync_again = self.sent_again[SYNC_TRIES] + self.all_failed
+        sync_holds = self.sync_answered <= self.sync_billed <= self.sync_answered + sync_again
+        sync_detail = f"{self.sync_billed} billed, {self.sync_answered} published"
         return [
+            Check("every answer of the sync lane was billed once", sync_holds, sync_detail),
             Check("no submission was billed twice", twice == 0, f"{twice} rows" if twice else ""),
             Check("every published answer was billed once", unbilled == 0, f"{unbilled} were not" if unbilled else ""),
             Check(
                 "every other bill is for an answer that never came",
                 unexplained == 0,
-                f"{unexplained} are not" if unexplained else f"{lost} answers lost by the provider, asked for again",
+                f"{unexplained} are not" if unexplained else f"{lost} answers lost or late, asked for again",
             ),
         ]
 
 
-async def read_books(kafka: KafkaPort, settings: Settings, bill: Mapping[str, int] | None) -> Books:
+async def read_books(
+    kafka: KafkaPort, settings: Settings, bill: Mapping[str, int] | None, sync_billed: int = 0
+) -> Books:
     """Read input and outputs from their start (committed records only) and put everything together.
 
     Raises:
         KafkaUnavailable: a topic could not be read.
     """
-    books = Books(bill=bill)
+    books = Books(bill=bill, sync_billed=sync_billed)
     topics = settings.topics
     reader = kafka.reader()
     admin = await kafka.admin()
@@ -231,7 +244,9 @@ def _book(books: Books, outcome: Mapping[str, Any], asked: Mapping[Place, _Asked
     wire_id = outcome["wire_id"]
     if wire_id is not None:
         books.submissions[place] = outcome["submission"]
-        if succeeded:
+        if succeeded and outcome["batch"]["lane"] == Lane.SYNC.value:
+            books.sync_answered += 1
+        elif succeeded:
             books.answered.add(wire_id)
         elif ended[0] in _LOST_ON_THE_WAY:
             books.given_up.add(wire_id)
@@ -265,12 +280,12 @@ def _book_times(books: Books, outcome: Mapping[str, Any]) -> None:
         books.missed += 1
     batch = outcome["batch"] or {}
     if batch.get("batch_id"):
-        books.batches.add(batch["batch_id"])
+        (books.waves if batch["lane"] == Lane.SYNC.value else books.batches).add(batch["batch_id"])
     t0 = _at(outcome["t0"])
     sealed, landed = _at(batch.get("sealed_at")), _at(batch.get("landed_at"))
     if t0 is None:
         return
-    if sealed is not None and outcome["submission"] == 1:
+    if sealed is not None and outcome["submission"] == 1 and batch["lane"] == Lane.BATCH.value:
         books.waits_s.append((sealed - t0).total_seconds())
     if landed is not None:
         books.spans_s.append((landed - t0).total_seconds())

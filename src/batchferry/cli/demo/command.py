@@ -137,10 +137,11 @@ async def _play(
                 ended = asyncio.create_task(service.wait(), name="service")
                 stack.callback(ended.cancel)
             await _watch(kafka, settings, clock, service, ended, produce=produce)
-        bill = None
+        bill, sync_billed = None, 0
         with contextlib.suppress(httpx.HTTPError):
             bill = await asyncio.to_thread(scene.bill)
-        return await accounts.read_books(kafka, settings, bill)
+            sync_billed = await asyncio.to_thread(scene.sync_billed)
+        return await accounts.read_books(kafka, settings, bill, sync_billed)
     finally:
         await kafka.aclose()
 

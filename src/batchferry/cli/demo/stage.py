@@ -84,6 +84,10 @@ class Stage:
         found: dict[str, Any] = self._get(what).json()
         return found
 
+    def sync_billed(self) -> int:
+        """How many calls outside batches were paid."""
+        return int(self._get("bill").json()["sync_paid_runs"])
+
     def bill(self) -> dict[str, int]:
         """How often each wire id was paid; those that never were are in it with 0.
 
