@@ -39,10 +39,11 @@ WAITING := tests/acceptance tests/integration tests/chaos
 
 .PHONY: test
 test: $(STAMP) broker ## every test but the long ones (real broker where one can be had)
-	@# What waits for brokers and processes runs beside what computes; the output of the second comes at the end.
+	@# What waits for brokers and processes runs in two shares beside what computes; their output comes at the end.
 	@nice -n 10 $(BIN)/pytest -p no:cacheprovider $(COMPUTING) > .pytest-computing.log 2>&1 & computing=$$!; \
-	code=0; $(BIN)/pytest $(WAITING) || code=1; \
-	wait $$computing || code=1; cat .pytest-computing.log; exit $$code
+	$(BIN)/pytest -p no:cacheprovider $(WAITING) --share 2/2 > .pytest-waiting.log 2>&1 & waiting=$$!; \
+	code=0; $(BIN)/pytest $(WAITING) --share 1/2 || code=1; \
+	wait $$waiting || code=1; wait $$computing || code=1; cat .pytest-waiting.log .pytest-computing.log; exit $$code
 
 .PHONY: test-long
 test-long: $(STAMP) broker ## the tests that take long: rolling restarts, a provider away for two days, bounds met by real input

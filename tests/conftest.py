@@ -26,6 +26,13 @@ BROKER_KIND = pytest.StashKey[str]()
 BROKER_NOTE = pytest.StashKey[str]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--share K/N``: several runs side by side, each with whole files, since the tests of a file share their rig."""
+    parser.addoption(
+        "--share", metavar="K/N", help="only the K-th of N shares of the test files, for runs side by side"
+    )
+
+
 class Broker(Protocol):
     """What a test may know of the broker it runs on."""
 
@@ -190,11 +197,21 @@ def _uses_broker(item: pytest.Item) -> bool:
     return bool(names & {"broker", "own_broker"}) or item.get_closest_marker("broker") is not None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whoever asks for a broker carries its marker, so that ``-m "not broker"`` means what it says."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Whoever asks for a broker carries its marker, so that ``-m "not broker"`` means what it says.
+
+    Of several shares every file is in exactly one.
+    """
     for item in items:
         if _uses_broker(item) or item.get_closest_marker("real_broker") is not None:
             item.add_marker("broker")
+    number, _, shares = str(config.getoption("--share") or "1/1").partition("/")
+    files = sorted({item.path for item in items})
+    mine = {path for at, path in enumerate(files) if at % int(shares) == int(number) - 1}
+    others = [item for item in items if item.path not in mine]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item.path in mine]
 
 
 @pytest.hookimpl(hookwrapper=True)

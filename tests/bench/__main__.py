@@ -1,4 +1,4 @@
-"""``python -m bench [big | takeover]``: the measurements of the README, printed as ratios."""
+"""``python -m bench [big | takeover | quota]``: the measurements of the README, printed as ratios."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import resource
 import sys
 
-from . import big, ingest, landing, takeover
+from . import big, ingest, landing, quota, takeover
 from .kit import Rehearsal, cluster, folder, simulator
 
 GOALS = {4096: 0.45, 1024: 0.35}
@@ -48,10 +48,22 @@ async def takeovers() -> None:
                 print(takeover.explain(await takeover.measure(bootstrap, base_url, clock, place)), flush=True)
 
 
+async def quotas() -> None:
+    """Run one stream of rows through a queue that holds three and a half of its twenty batches."""
+    with cluster() as bootstrap:
+        async with folder() as place:
+            print(f"{quota.GROUPS} batches of {quota.ROWS * quota.ROW_TOKENS:,} tokens, limit {quota.LIMIT_TOKENS:,}")
+            print(quota.HEADINGS)
+            for voyage in await quota.measure(bootstrap, place):
+                print(quota.explain(voyage), flush=True)
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["big"]:
         big.main()
     elif sys.argv[1:] == ["takeover"]:
         asyncio.run(takeovers())
+    elif sys.argv[1:] == ["quota"]:
+        asyncio.run(quotas())
     else:
         asyncio.run(main())

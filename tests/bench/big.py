@@ -51,6 +51,7 @@ def _run(bootstrap: str, base_url: str, clock: Rehearsal, folder: Path) -> int:
                         "base_url": base_url,
                         "api_key": KEY,
                         "poll": {"first_s": 300, "floor_s": 120, "max_s": 900},
+                        "sync": {"enabled": False},
                     }
                 },
                 "routes": {"default": {"sla_s": "90h", "margin_s": 10_800, "max_rows": ROWS, "max_bytes": 200_000_000}},

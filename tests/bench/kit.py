@@ -107,6 +107,7 @@ def settings_for(bootstrap: str, base_url: str, clock: Rehearsal, folder: Path, 
                     "api_key": KEY,
                     "limits": {"max_rows": 1_000_000, "max_file_bytes": 2_000_000_000},
                     "poll": {"first_s": 300, "floor_s": 120, "max_s": 900},
+                    "sync": {"enabled": False},
                 }
             },
             "routes": {"default": {"margin_s": 3 * 3600, **route}},

@@ -177,6 +177,7 @@ class Stage(Named):
                     "file_expiry_s": 30 * 24 * HOUR_S,
                     "poll": {"first_s": 0.5 * SPEED, "floor_s": 0.2 * SPEED, "max_s": 1.5 * SPEED},
                     "timeouts": {"create_s": CREATE_S, "upload_s": 6.0, "download_s": 6.0, "read_s": 4.0},
+                    "sync": {"enabled": False},
                 }
             },
             "routes": {

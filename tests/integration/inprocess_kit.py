@@ -14,7 +14,8 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Self
@@ -24,9 +25,10 @@ from aiokafka import AIOKafkaProducer
 
 from batchferry.app import Service
 from batchferry.config import load_settings
+from batchferry.domain import control
 from batchferry.domain.wellformed import check_batch_file
 from batchferry.kafka import AioKafka
-from batchferry.ports import Headers, Record
+from batchferry.ports import Headers, OutRecord, Record
 from batchferry.simulator import (
     DEFAULT_KEY,
     ClockSettings,
@@ -40,7 +42,7 @@ from batchferry.simulator import (
 from batchferry.simulator import app as simulator_app
 from batchferry.simulator.errors import Refused
 from batchferry.simulator.state import SimBatch, Status
-from batchferry.simulator.world import World
+from batchferry.simulator.world import SyncEnd, World
 from batchferry.telemetry import RecordingTelemetry
 from broker.kit import committed, patient_settings
 
@@ -67,6 +69,8 @@ class Sent:
     key: bytes | None = None
     headers: Headers = ()
     partition: int | None = None
+    age_s: float = 0.0
+    """How long before its sending the record says that it was made."""
 
 
 def chat_body(case: str, text: str = "hello", model: str = MODEL) -> dict[str, Any]:
@@ -107,8 +111,29 @@ class Line:
     @property
     def text(self) -> str:
         """The request's words without the case's name."""
-        content = self.body["messages"][0]["content"] if "messages" in self.body else self.body["input"]
-        return str(content).partition("/ ")[2]
+        return words_of(self.body)
+
+
+def words_of(body: Mapping[str, Any]) -> str:
+    """What the last message (or the input) of a request says, without the case's name."""
+    content = body["messages"][-1]["content"] if "messages" in body else body["input"]
+    return str(content).partition("/ ")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class SyncCall:
+    """One call of the ordinary endpoint for a row of a case."""
+
+    attempt: int
+    """How often these words have been asked, this call included."""
+    at: datetime
+    endpoint: str
+    body: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        """The request's words without the case's name."""
+        return words_of(self.body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +184,17 @@ class Script:
         del life
         return shown
 
+    def refuse_call(self, call: SyncCall) -> Refused | None:
+        """Refuse a sync call, which is then neither run nor billed."""
+
+    def answer_call(self, call: SyncCall, body: dict[str, Any]) -> dict[str, Any]:
+        """What a sync call answers."""
+        del call
+        return body
+
+    async def hold_call(self, call: SyncCall) -> None:
+        """Keep the answer of a sync call back for a while; the row has run by then."""
+
 
 def answer_line(wire_id: str, body: bytes, status: int = 200) -> bytes:
     """A result line around exactly these body bytes."""
@@ -198,6 +234,8 @@ class ScriptedProvider:
         self.scripts = scripts
         self.lives: dict[str, list[Life]] = defaultdict(list)
         self.refused: dict[str, int] = defaultdict(int)
+        self.calls: dict[str, list[SyncCall]] = defaultdict(list)
+        """Calls of the ordinary endpoints by case, refused ones too."""
         self.shown: dict[str, list[str]] = defaultdict(list)
         """Statuses shown to somebody who asked, by case."""
         self._of_batch: dict[str, tuple[str, Life]] = {}
@@ -205,6 +243,8 @@ class ScriptedProvider:
         world = self.world
         create, validate, conclude = world.create, world._validate, world._conclude
         durations, step, render = world._durations, world._step, simulator_app.render_batch
+        admit_call, answer_call, take_time = world.admit_sync, world.answer_now, world.take_time
+        calling: ContextVar[tuple[str, SyncCall]] = ContextVar("calling")
 
         def scripted_create(project: str, wanted: Any) -> SimBatch:
             stored = world.state.files.get(wanted.input_file_id)
@@ -268,7 +308,36 @@ class ScriptedProvider:
             self.shown[known[0]].append(str(shown["status"]))
             return self.script(known[0]).shows(known[1].number, shown)
 
+        def scripted_admit(project: str, endpoint: str, body: dict[str, Any]) -> dict[str, str]:
+            named = _CASE.search(json.dumps(body).encode())
+            case = "" if named is None else named[1].decode()
+            words = words_of(body)
+            attempt = 1 + sum(1 for call in self.calls[case] if call.text == words)
+            call = SyncCall(attempt, world.clock.now(), endpoint, body)
+            self.calls[case].append(call)
+            calling.set((case, call))
+            refusal = self.script(case).refuse_call(call)
+            if refusal is not None:
+                raise refusal
+            return admit_call(project, endpoint, body)
+
+        def scripted_answer(endpoint: str, body: dict[str, Any], client_id: str) -> SyncEnd:
+            ended = answer_call(endpoint, body, client_id)
+            case, call = calling.get()
+            if ended.end is None:
+                return ended
+            changed = self.script(case).answer_call(call, ended.end.body)
+            return replace(ended, end=replace(ended.end, body=changed))
+
+        async def scripted_take_time() -> None:
+            await take_time()
+            case, call = calling.get()
+            await self.script(case).hold_call(call)
+
         self._coming: tuple[str, Life] | None = None
+        world.admit_sync = scripted_admit  # type: ignore[method-assign]
+        world.answer_now = scripted_answer  # type: ignore[method-assign]
+        world.take_time = scripted_take_time  # type: ignore[method-assign]
         world.create = scripted_create  # type: ignore[method-assign]
         world._durations = scripted_durations  # type: ignore[method-assign]
         world._validate = scripted_validate  # type: ignore[method-assign]
@@ -372,6 +441,7 @@ class Pier:
         topic_configs: Mapping[str, Mapping[str, str]] | None = None,
         partitions: int = 3,
         routes: Mapping[str, Mapping[str, Any]] | None = None,
+        has_review: bool = False,
         **overrides: Any,
     ) -> None:
         self.tag = uuid4().hex[:8]
@@ -379,6 +449,8 @@ class Pier:
         self.folder = folder
         self.partitions = partitions
         self.topics = {name: f"{name}-{self.tag}" for name in ("requests", "results", "failures", "events")}
+        if has_review:
+            self.topics["review"] = f"review-{self.tag}"
         self.heard = Heard()
         self.placed: dict[str, list[tuple[int, int]]] = defaultdict(list)
         """Where the records of a case were put, in the order they were sent."""
@@ -416,6 +488,7 @@ class Pier:
                     "api_key": DEFAULT_KEY,
                     "poll": {"first_s": 300, "floor_s": 120, "max_s": 900},
                     "max_concurrent_calls": 64,
+                    "sync": {"enabled": False},
                 }
             },
             "routes": self._routes,
@@ -432,7 +505,10 @@ class Pier:
             "state_dir": str(self.folder / "state"),
             "log": {"format": "human"},
         }
-        return load_settings(None, env={}, overrides=_merged(_merged(made, self._overrides), overrides))
+        made = _merged(_merged(made, self._overrides), overrides)
+        reached = {"base_url": self.simulator.base_url, "api_key": DEFAULT_KEY}
+        made["accounts"] = {name: {**reached, **account} for name, account in made["accounts"].items()}
+        return load_settings(None, env={}, overrides=made)
 
     # -- life
 
@@ -475,7 +551,7 @@ class Pier:
             "every partition restored",
         )
         if self._reading is None:
-            names = [self.topics[name] for name in ("results", "failures", "events")]
+            names = [topic for name, topic in self.topics.items() if name != "requests"]
             tail = self.kafka.tail()
             await tail.start([*names, self.service.settings.topics.control_topic])
             self._reading = asyncio.create_task(self._read(tail), name="reader of outcomes")
@@ -518,7 +594,7 @@ class Pier:
         )
         await producer.start()
         try:
-            now_ms = int(self.now.timestamp() * 1000)
+            now_s = self.now.timestamp()
             waiting = [
                 await producer.send(
                     self.topics["requests"],
@@ -526,7 +602,7 @@ class Pier:
                     record.key,
                     partition=record.partition,
                     headers=list(record.headers),
-                    timestamp_ms=now_ms,
+                    timestamp_ms=int((now_s - record.age_s) * 1000),
                 )
                 for record in records
             ]
@@ -536,8 +612,16 @@ class Pier:
         finally:
             await producer.stop()
 
+    async def tell(self, entry: control.ControlEntry) -> None:
+        """Write a control record as the command line would."""
+        producer = self.kafka.plain_producer()
+        await producer.start()
+        control_topic = self.settings().topics.control_topic
+        await producer.send([OutRecord(control_topic, *control.encode(entry), partition=0)])
+        await producer.stop()
+
     async def _read(self, tail: Any) -> None:
-        outcomes = {self.topics["results"], self.topics["failures"]}
+        outcomes = {topic for name, topic in self.topics.items() if name not in {"requests", "events"}}
         try:
             while True:
                 for record in await tail.poll(100):

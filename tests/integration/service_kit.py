@@ -311,6 +311,7 @@ class Rig(Named):
                     "api_key": DEFAULT_KEY,
                     "poll": {"first_s": 300, "floor_s": 120, "max_s": 900},
                     "timeouts": {"create_s": self._ttl_s},
+                    "sync": {"enabled": False},
                 }
             },
             # Batches of these tests leave by count; the time threshold is far away.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any
 from batchferry.domain.ids import parse_wire_id
 from batchferry.domain.ledger import (
     Claim,
+    Lane,
     LedgerHeader,
     Lot,
     LotState,
@@ -35,6 +37,17 @@ WIRE_S = 2.0
 """Real seconds a call may be under way."""
 
 
+NEVER_RUN = frozenset({"account", "batch_failed"})
+"""Classes of rows that travel again without having been run."""
+_WHERE = re.compile(rb"kind/\w+/ (\d+)/(\d+)")
+
+
+def where_of(body: bytes) -> tuple[int, int] | None:
+    """Which input record a request body is from."""
+    found = _WHERE.search(body)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
 @dataclass
 class Request:
     """One input record."""
@@ -43,6 +56,7 @@ class Request:
     offset: int
     custom_id: str
     kind: str
+    body: bytes = b""
     outcomes: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -73,6 +87,22 @@ class Books:
         self.running: dict[tuple[int, int], dict[str, SimBatch]] = defaultdict(dict)
         """Provider batches by row."""
         self.lines: dict[str, list[tuple[int, int]]] = {}
+        self.wave_rows = 50
+        """The most rows that a wave may have."""
+        self.waves: Counter[tuple[int, int]] = Counter()
+        """Waves that name each row."""
+        self.sync_calls: Counter[tuple[int, int]] = Counter()
+        """Calls of the sync lane that reached the provider, by row."""
+        self.sync_lost: Counter[tuple[int, int]] = Counter()
+        """Those that were carried out and whose answers nobody got."""
+        self.rescued: Counter[tuple[int, int]] = Counter()
+        """How often each row was taken out of a living batch."""
+        self.retried_sync: Counter[tuple[int, int]] = Counter()
+        """How often each row goes again because a call of the lane did not bring its answer."""
+        self.lost_in_waves: Counter[tuple[int, int]] = Counter()
+        """How often each row was in a wave that its process did not live to end."""
+        self.wave_owners: dict[str, str] = {}
+        """The process that wrote each wave."""
         self.deleted_below: dict[int, int] = {}
         """Below which offset the input was deleted, by partition."""
         self._now_s = now_s
@@ -104,6 +134,7 @@ class Books:
     def _transaction(self, records: Sequence[StoredRecord], *, is_plain: bool) -> None:
         outcomes: dict[tuple[int, int], dict[str, Any]] = {}
         ledger_records: dict[int, list[StoredRecord]] = {}
+        missed: Counter[tuple[int, int]] = Counter()
         for record in records:
             if record.topic in {self.topics["results"], self.topics["failures"]}:
                 said = json.loads(record.value or b"{}")
@@ -114,14 +145,35 @@ class Books:
                 outcomes[where] = said
             elif record.topic == self.topics["ledger"]:
                 ledger_records.setdefault(record.partition, []).append(record)
+            elif record.topic == self.topics["events"]:
+                self._event(json.loads(record.value or b"{}"), missed)
             elif record.topic == self.topics["control"] and record.key is not None:
                 self.control[record.key.decode().split("/")[0]] += 1
         if is_plain and (outcomes or ledger_records):
             self._fail("an outcome or a ledger record outside a transaction")
+        late = {where for where, said in outcomes.items() if said["deadline_met"] is False}
+        if late != missed.keys() or max(missed.values(), default=1) > 1:
+            self._fail(f"the late outcomes {sorted(late)} and the deadline_missed event of {sorted(missed)} differ")
         if len({partition for partition, _ in outcomes} | ledger_records.keys()) > 1:
             self._fail("a transaction about two partitions")
         for partition in {partition for partition, _ in outcomes} | ledger_records.keys():
             self._partition(partition, outcomes, ledger_records.get(partition, []))
+
+    def _event(self, event: dict[str, Any], missed: Counter[tuple[int, int]]) -> None:
+        kind = event["kind"]
+        if kind not in {"deadline_missed", "rescued", "retried"}:
+            return
+        rows = [(event["partition"], offset) for offset in OffsetSet.loads(event["offsets"])]
+        if kind == "deadline_missed":
+            missed.update(rows)
+            if event["rows"] != len(rows):
+                self._fail(f"a deadline_missed event of {event['rows']} rows names {len(rows)} offsets")
+        elif event["reason"] == "rescue":
+            self.rescued.update(rows)
+        elif event["reason"] == "crash":
+            self.lost_in_waves.update(rows)
+        elif event["reason"] == "sync" and not event["classes"].keys() <= NEVER_RUN:
+            self.retried_sync.update(rows)
 
     def _partition(
         self, partition: int, outcomes: dict[tuple[int, int], dict[str, Any]], records: Sequence[StoredRecord]
@@ -184,7 +236,7 @@ class Books:
                 if strange:
                     self._fail(f"block {block} of partition {partition} holds offsets of others: {strange[:3]}")
             case Lot():
-                self._lot(ledger, entry)
+                self._lot(ledger, entry, record.transaction.owner if record.transaction else "")
         if entry is not None:
             ledger.apply(entry)
 
@@ -195,9 +247,11 @@ class Books:
                 self._fail(f"the first watermark {first} of partition {partition} lies above {where}, which is there")
             del self.requests[where]
 
-    def _lot(self, ledger: PartitionLedger, lot: Lot) -> None:
+    def _lot(self, ledger: PartitionLedger, lot: Lot, owner: str) -> None:
         known = ledger.lots.get(lot.lot_id)
-        if lot.state is LotState.SUBMITTING and lot.input_file_id is None:
+        if lot.lane is Lane.SYNC:
+            self._sync_lot(ledger, lot, known, owner)
+        elif lot.state is LotState.SUBMITTING and lot.input_file_id is None:
             self._fail(f"lot {lot.lot_id} is SUBMITTING and names no input file")
         if (
             known is not None
@@ -214,7 +268,35 @@ class Books:
             if (ledger.partition, offset) not in self.requests:
                 self._fail(f"lot {lot.lot_id} names offset {offset}, where nothing was asked")
 
+    def _sync_lot(self, ledger: PartitionLedger, lot: Lot, known: Lot | None, owner: str) -> None:
+        """A wave, or rows that wait for one."""
+        if lot.state is LotState.WAITING:
+            return
+        if lot.state is not LotState.SUBMITTING or known is not None:
+            self._fail(f"wave {lot.lot_id} is {lot.state} after {known and known.state}")
+        if len(lot.offsets) > self.wave_rows:
+            self._fail(f"wave {lot.lot_id} has {len(lot.offsets)} rows, more than {self.wave_rows}")
+        self.wave_owners[lot.lot_id] = owner
+        for offset in lot.offsets:
+            self.waves[ledger.partition, offset] += 1
+
     # -------------------------------------------------------------------------------------------- provider
+
+    def called(self, body: bytes) -> None:
+        """A call of the sync lane reached the provider: each wave that names a row is worth one."""
+        where = where_of(body)
+        if where is None or where not in self.requests:
+            self._fail(f"a call for {where}, where nothing was asked")
+            return
+        self.sync_calls[where] += 1
+        if self.sync_calls[where] > self.waves[where]:
+            self._fail(f"call {self.sync_calls[where]} for {where}, which {self.waves[where]} waves name")
+
+    def lost(self, body: bytes) -> None:
+        """A call of the sync lane was carried out, and its answer reached nobody."""
+        where = where_of(body)
+        if where is not None:
+            self.sync_lost[where] += 1
 
     def created(self, batch: SimBatch, content: bytes) -> None:
         """The provider made a batch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import random
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
@@ -113,6 +114,13 @@ class Host(Stoppable):
         return loop
 
     async def _run(self) -> None:
+        try:
+            await self._live()
+        except Exception:  # a fault of ours or the simulation's: nobody else looks at this task
+            self.world.fail(f"{self.name} ended: {traceback.format_exc()}")
+            raise
+
+    async def _live(self) -> None:
         service = self.service = Service(self.world.settings(self.name), Ears(self._heard))
         self.world.incarnations[service.incarnation] = self
         self._starting = asyncio.ensure_future(service.start())

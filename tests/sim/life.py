@@ -14,7 +14,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -103,15 +103,8 @@ class World:
         self.seed = seed
         self.folder = folder
         self.outcome = outcome
-        rng = self.rng
-        self.speed = rng.choice((600.0, 900.0, 1500.0))
+        self._draw()
         self.clock = BusinessClock(self.speed)
-        self.partitions = rng.randint(1, 5)
-        self.replicas = rng.choice((1, 2, 2, 3, 3))
-        self.records = rng.randint(15, 90)
-        self.max_rows = rng.choice((3, 6, 12, 30))
-        self.sla_h = rng.choice((26.5, 27.0, 28.0, 30.0))
-        self.safety_h = rng.uniform(4, 24)
         self.hosts: list[Host] = []
         self.incarnations: dict[str, Host] = {}
         self.bombs: list[Bomb] = []
@@ -120,7 +113,11 @@ class World:
         self.fault = ""
         self.history: list[str] = []
         self.refusals: list[tuple[float, str]] = []
-        self.paid_twice = 0
+        self.paid_twice: Counter[str] = Counter()
+        """Rows that the service counted as possibly paid twice, by reason."""
+        self.outage_s = 0.0
+        """How long the broker was away, in all: nobody ends a transaction meanwhile."""
+        self.lost_waves: dict[str, int] = {}
         self._number = 0
         self._broken = asyncio.Event()
         self.cluster = SimCluster(
@@ -138,11 +135,52 @@ class World:
         )
         self.books = Books(TOPICS, loop.time, self.note, self.fail)
         self.cluster.on_append(self.books.hear)
-        self.provider.lagging_share = rng.choice((0.0, 0.9))
+        self.provider.lagging_share = self.lagging_share
         self.provider.lag_s = 0.9 * self.speed
         self._inits: dict[int, list[tuple[float, str]]] = defaultdict(list)
         self._watch_provider()
-        self.kafka_settings = SimKafkaSettings(
+        self.kafka_settings = self._kafka_settings()
+        first = {partition: self.rng.choice((0, 65_520)) for partition in range(self.partitions)}
+        self.cluster.create_topic("requests", self.partitions, {"retention.ms": "-1"}, first_offsets=first)
+        for name in ("results", "failures", "events"):
+            self.cluster.create_topic(name, self.partitions, {"retention.ms": "-1"})
+        self.cluster.start_housekeeping(self.housekeeping_s)
+
+    # ---------------------------------------------------------------------------------------- what it is made of
+
+    def _draw(self) -> None:
+        """What kind of life it is."""
+        rng = self.rng
+        self.speed = rng.choice((600.0, 900.0, 1500.0))
+        self.partitions = rng.randint(1, 5)
+        self.replicas = rng.choice((1, 2, 2, 3, 3))
+        self.records = rng.randint(15, 90)
+        self.max_rows = rng.choice((3, 6, 12, 30))
+        self.sla_h = rng.choice((26.5, 27.0, 28.0, 30.0))
+        self.safety_h = rng.uniform(4, 24)
+        self.lagging_share = rng.choice((0.0, 0.9))
+        self.housekeeping_s = rng.uniform(2.0, 20.0)
+        self.has_lane = rng.random() < 0.5
+        self.wave_rows = rng.choice((1, 4, 10, 50))
+        self.sync = {
+            "enabled": self.has_lane,
+            "max_concurrency": rng.choice((1, 3, 16)),
+            "call_timeout_s": 1.5,
+            "tries": rng.choice((2, 3, 5)),
+            "rows_per_hour": rng.choice((1, 5, 5000)),
+            "breaker_failures": rng.choice((2, 8)),
+        }
+        self.route = {
+            "sync_unknown": rng.choice(("rerun", "rerun", "fail")),
+            "small": rng.choice(("batch", "batch", "sync")) if self.has_lane else "batch",
+            "min_rows": 4,
+            "cancel_share": rng.choice((0.2, 0.5, 1.0)),
+        }
+        self.rush = rng.choice((0.0, 0.1, 0.4)) if self.has_lane else 0.0
+        """Share of the rows with little time, or that ask for the lane."""
+
+    def _kafka_settings(self) -> SimKafkaSettings:
+        return SimKafkaSettings(
             session_timeout_s=6.0,
             heartbeat_interval_s=0.5,
             rebalance_timeout_s=8.0,
@@ -157,13 +195,6 @@ class World:
             close_deadline_s=1.0,
             read_stall_s=9.0,
         )
-        first = {partition: rng.choice((0, 65_520)) for partition in range(self.partitions)}
-        self.cluster.create_topic("requests", self.partitions, {"retention.ms": "-1"}, first_offsets=first)
-        for name in ("results", "failures", "events"):
-            self.cluster.create_topic(name, self.partitions, {"retention.ms": "-1"})
-        self.cluster.start_housekeeping(rng.uniform(2.0, 20.0))
-
-    # ---------------------------------------------------------------------------------------- what it is made of
 
     def _scenario(self) -> Scenario:
         rng = self.rng
@@ -223,6 +254,7 @@ class World:
                         "base_url": "http://provider/v1",
                         "api_key": "x",
                         "poll": {"first_s": 300, "floor_s": 120, "max_s": 1800},
+                        "sync": self.sync,
                         "timeouts": {
                             "create_s": 3.0,
                             "read_s": 3.0,
@@ -234,6 +266,7 @@ class World:
                 },
                 "routes": {
                     "default": {"max_rows": self.max_rows, "sla_s": self.sla_h * HOUR_S, "margin_s": 2 * HOUR_S}
+                    | self.route
                 },
                 "limits": {
                     "settle_max_delay_s": 0.2,
@@ -247,6 +280,9 @@ class World:
                     "restore_timeout_s": 20.0,
                     "poll_records": 20,
                     "max_batches_in_flight": 6,
+                    "wave_rows": self.wave_rows,
+                    # A call's way takes minutes of the service's time, which looks like a difference of clocks.
+                    "max_clock_skew_s": 600.0,
                 },
                 "state_dir": str(self.folder / name),
                 "server": {"enabled": False},
@@ -295,7 +331,10 @@ class World:
             at_s = asyncio.get_running_loop().time()
             self.later(HOLD_S, lambda: self._check_hold(host, held, at_s))
         elif name == "possibly_paid_twice":
-            self.paid_twice += int(str(fields["rows"]))
+            rows, reason = int(str(fields["rows"])), str(fields["reason"])
+            self.paid_twice[reason] += rows
+            if reason == "sync_wave_lost":
+                self.lost_waves[str(fields["batch_id"])] = rows
             self.note(f"{host.name}: {name} {dict(fields)}")
         elif name in NOTED:
             told = " ".join(f"{key}={value}" for key, value in fields.items())
@@ -331,6 +370,9 @@ class World:
             self.note(f"provider: {batch_id} cancelled by {CALLER.get()}")
             return await cancel(project, batch_id)
 
+        self.provider.on_sync_call = books.called
+        self.provider.on_sync_lost = books.lost
+        books.wave_rows = self.wave_rows
         world.create = watched_create
         world.delete_file = watched_delete
         world.cancel = watched_cancel
@@ -435,13 +477,14 @@ class World:
         for _ in range(rng.choice((0, 1, 2, 3, 5))):
             act = rng.choice(("kill", "kill", "kill", "pause", "pause", "stop"))
             nth = rng.choice((1, 1, 1, 2, 3, 6))
-            self.bombs.append(Bomb(rng.choice(points), nth, act, self._pause_s()))
+            point = rng.choice(LANE_POINTS if self.has_lane and rng.random() < 0.4 else points)
+            self.bombs.append(Bomb(point, nth, act, self._pause_s()))
 
     async def misfortunes(self) -> None:
         """Until the safety phase is over, now and then something goes wrong."""
         rng = self.rng
         acts = ("kill", "pause", "stop", "broker", "cut_off", "rebalance", "kafka", "wire", "away", "refuse", "grow",
-                "flush", "cancel", "abort", "late", "truncate")  # fmt: skip
+                "flush", "cancel", "abort", "late", "truncate", *(("sync", "sync", "rescue") if self.has_lane else ()))  # fmt: skip
         liked = rng.sample(acts, rng.randint(2, 7))
         pace_s = rng.uniform(2.0, 20.0)
         until_s = self.safety_h * HOUR_S / self.speed
@@ -474,7 +517,9 @@ class World:
 
     def _do_broker(self) -> bool:
         self._disturb(self.hosts)
-        self.cluster.faults.take_broker_away(self.rng.choice((0.5, 3.0, 15.0)))
+        for_s = self.rng.choice((0.5, 3.0, 15.0))
+        self.outage_s += for_s
+        self.cluster.faults.take_broker_away(for_s)
         return True
 
     def _disturb(self, hosts: Sequence[Host]) -> None:
@@ -522,6 +567,25 @@ class World:
         self.later(rng.uniform(2, 30), lambda: self.provider.rates.pop(call, None) and None)
         return True
 
+    def _do_sync(self) -> bool:
+        """The ordinary endpoints lose answers, are busy, broken, or slower than anybody waits."""
+        rng = self.rng
+        rates = WireRates()
+        for kind in rng.sample(WireRates.KINDS, rng.randint(1, 3)):
+            setattr(rates, kind, rng.choice((0.2, 0.5, 1.0)))
+        self.provider.rates["sync"] = rates
+        self.note(f"wire of sync: {rates}")
+        self.later(rng.uniform(2, 30), lambda: self.provider.rates.pop("sync", None) and None)
+        return True
+
+    def _do_rescue(self) -> bool:
+        batch_id = self._some_batch()
+        if batch_id is None:
+            return False
+        self._control(control.RescueWish(batch_id, self.clock.now()))
+        self.note(f"operator wants {batch_id} rescued")
+        return True
+
     def _do_late(self) -> bool:
         """The next create, or upload, comes in long after its caller has given up."""
         call = self.rng.choice(("create", "create", "upload"))
@@ -565,14 +629,17 @@ class World:
         self._control(control.Flush("all", self.clock.now()))
         return True
 
-    def _do_cancel(self) -> bool:
+    def _some_batch(self) -> BatchId | None:
         live = [
             batch for batch in self.provider.world.state.batches.values()
             if not batch.status.is_terminal and batch.metadata
         ]  # fmt: skip
-        if not live:
+        return BatchId(self.rng.choice(live).metadata["batch_id"]) if live else None
+
+    def _do_cancel(self) -> bool:
+        batch_id = self._some_batch()
+        if batch_id is None:
             return False
-        batch_id = BatchId(self.rng.choice(live).metadata["batch_id"])
         self._control(control.CancelWish(batch_id, "requeue", self.clock.now()))
         self.note(f"operator cancels {batch_id}")
         return True
@@ -613,9 +680,22 @@ class World:
                 twin = self._arrive(twin)
         self.note(f"all {self.records} requests have come")
 
+    def _kind(self) -> str:
+        return self.rng.choices(KINDS, WEIGHTS)[0]
+
+    def _haste(self) -> tuple[tuple[str, bytes], ...]:
+        """The headers of a row, some of which have little time or want the lane."""
+        rng = self.rng
+        if not self.rush or rng.random() >= self.rush:
+            return ()
+        if rng.random() < 0.3:
+            return (("priority", b"now"),)
+        due = self.clock.now() + timedelta(hours=rng.choice((0.5, 3.0, 20.0, 25.0)))
+        return (("deadline", due.isoformat().encode()),)
+
     def _arrive(self, twin: str) -> str:
         rng = self.rng
-        kind = rng.choices(KINDS, WEIGHTS)[0]
+        kind = self._kind()
         number = len(self.books.requests)
         partition = rng.randrange(self.cluster.partition_count("requests"))
         custom_id = twin if kind == "twin" and twin else f"row-{number}"
@@ -625,15 +705,12 @@ class World:
         value = json.dumps({"custom_id": custom_id, "body": body}).encode()
         if kind == "bad":
             value = value[:-3]
+        now = self.clock.now()
         (stored,) = self.cluster.append(
-            [
-                OutRecord(
-                    "requests", custom_id.encode(), value, (), partition, round(self.clock.now().timestamp() * 1000)
-                )
-            ]
+            [OutRecord("requests", custom_id.encode(), value, self._haste(), partition, round(now.timestamp() * 1000))]
         )
         assert stored.offset == offset
-        self.books.add(Request(partition, offset, custom_id, kind))
+        self.books.add(Request(partition, offset, custom_id, kind, json.dumps(body).encode()))
         return custom_id
 
     # --------------------------------------------------------------------------------------------------- the life
@@ -715,25 +792,54 @@ class World:
         return ""
 
     def _final(self) -> None:
-        bill = self.provider.world.state.bill
-        paid: Counter[tuple[int, int]] = Counter()
-        for wire_id, count in bill.rows():
-            _, partition, offset, _ = wire_id.split("-")
-            paid[int(partition), int(offset)] += count.paid_runs
-        for where, request in self.books.requests.items():
-            allowed = 1 + (request.kind in {"missing", "unread"})
-            if paid[where] > allowed:
-                self.fail(f"{where} ({request.kind}) was paid {paid[where]} times")
+        self._check_bill()
+        for request in self.books.requests.values():
             self._check_class(request)
         longest_s = max((one.ended_at_s - one.began_at_s for one in self.cluster.finished), default=0.0)
-        if longest_s > self.kafka_settings.transaction_timeout_s + OPEN_SLACK_S:
+        if longest_s > self.kafka_settings.transaction_timeout_s + OPEN_SLACK_S + self.outage_s:
             self.fail(f"a transaction was open for {longest_s:.1f} s")
-        if self.paid_twice:
-            self.fail(f"{self.paid_twice} rows counted as possibly paid twice, where the file could be deleted")
         facts = self.outcome.facts
         facts["records"] += len(self.books.requests)
         facts["batches"] += len(self.provider.world.state.batches)
         facts["outcomes"] += self.books.outcomes
+
+    def _check_bill(self) -> None:
+        """Nothing was run twice but what was classified so, or counted as perhaps paid twice."""
+        books, bill = self.books, self.provider.world.state.bill
+        unread = 0
+        for where, request in books.requests.items():
+            count = bill.body(request.body)
+            allowed = 1 + (request.kind in {"missing", "unread"})
+            # Answers that nobody got are held against the service's own count below.
+            classified = allowed + books.rescued[where] + books.retried_sync[where] + books.sync_lost[where]
+            if count.paid_runs > classified + books.lost_in_waves[where]:
+                self.fail(
+                    f"{where} ({request.kind}) was paid {count.paid_runs} times: {count.batch_runs} runs in batches, "
+                    f"{count.sync_runs} by calls; rescued {books.rescued[where]}, retried {books.retried_sync[where]}, "
+                    f"lost {books.lost_in_waves[where]}"
+                )
+            unread += max(0, min(count.paid_runs - allowed - books.rescued[where], books.sync_lost[where]))
+        counted = sum(self.paid_twice.values())
+        other = {reason: rows for reason, rows in self.paid_twice.items() if not reason.startswith("sync_")}
+        if other or (counted and not self.has_lane):
+            self.fail(f"{self.paid_twice} counted as possibly paid twice, where the file could be deleted")
+        if unread > counted:
+            self.fail(f"{unread} rows were paid twice for answers nobody got, and {counted} were counted")
+        lost = sum(books.lost_in_waves.values())
+        if lost > self.paid_twice["sync_wave_lost"]:
+            self.fail(f"{lost} rows of lost waves go again, and {self.paid_twice} were counted")
+        by_owner: Counter[str] = Counter()
+        for wave, rows in self.lost_waves.items():
+            by_owner[books.wave_owners[wave]] += rows
+        for host in self.hosts:
+            most = self.wave_rows * (1 + host.told["partition_lost"])
+            if by_owner[host.name] > most:
+                self.fail(f"{host.name} left {by_owner[host.name]} rows in waves; it may have left {most}")
+        facts = self.outcome.facts
+        facts["sync_calls"] += sum(books.sync_calls.values())
+        facts["rescued"] += sum(books.rescued.values())
+        facts["lost_in_waves"] += lost
+        facts["paid_twice_counted"] += counted
 
     def _check_class(self, request: Request) -> None:
         (said,) = request.outcomes
@@ -753,6 +859,14 @@ class World:
             lawful = lawful | {"invalid_request"}
         if self.provider.struck["lagging error"] and request.kind in {"httpall", "filter"}:
             lawful = lawful | {"unreadable", "transient"}  # its line was half there, or not yet the last word
+        if any(name.startswith("sync ") for name in self.provider.struck) or (
+            self.has_lane and self.outcome.misfortunes["away"]
+        ):
+            lawful = lawful | {"transient", "unreadable"}
+        if self.provider.struck["sync cut"] and request.kind == "filter":
+            lawful = lawful | {"invalid_request"}  # of the refusal only the status was read
+        if self.has_lane and self.route["sync_unknown"] == "fail":
+            lawful = lawful | {"sync_unknown"}
         if request.offset < self.books.deleted_below.get(request.partition, 0):
             lawful = lawful | {"retention"}
         if ended not in lawful:
@@ -767,6 +881,7 @@ NOTED = frozenset(
         "batch_twin_cancelled", "batch_failed_whole", "batch_incomplete", "input_lost", "possibly_paid_twice",
     }
 )  # fmt: skip
+LANE_POINTS = tuple(point for point in Failpoint if point.name.startswith(("WAVE", "RESCUE", "SYNC_CALL")))
 TURNS = 5
 TURNS_S = 15.0
 """So many takings by two processes in turns, within so many real seconds, are a quarrel."""
@@ -791,7 +906,8 @@ class WatchedKafka(SimKafka):
 
         async def watched() -> None:
             await init()
-            self._world.claimed(partition, self.process.name)
+            if transactional_id == f"{TOPICS['ledger']}.{partition}":  # not the start-up check's own producer
+                self._world.claimed(partition, self.process.name)
 
         made.init = watched
         return made
@@ -815,8 +931,8 @@ def ready() -> None:
     gc.freeze()
 
 
-def live(seed: int) -> Outcome:
-    """Run one life; never raises."""
+def live(seed: int, make: Callable[[int, Path, Outcome], World] | None = None) -> Outcome:
+    """Run one life, in the world that ``make`` makes; never raises."""
     outcome = Outcome(seed)
     shm = Path("/dev/shm")  # in memory, where that can be
     folder = Path(tempfile.mkdtemp(prefix="batchferry-life-", dir=shm if shm.is_dir() else None))
@@ -824,7 +940,7 @@ def live(seed: int) -> Outcome:
     sys.unraisablehook = lambda _: None  # tasks of dead processes, at the end of a life
 
     async def main() -> None:
-        world = World(seed, folder, outcome)
+        world = (make or World)(seed, folder, outcome)
         loop = asyncio.get_running_loop()
         try:
             with installed(world.reach):

@@ -22,6 +22,7 @@ from batchferry.engine.fleet import FleetView
 from batchferry.engine.landing import Landing
 from batchferry.engine.partition import SETTLE, PartitionPlaces, PartitionTask
 from batchferry.engine.supervisor import Supervisor
+from batchferry.engine.synclane import SyncLane
 from batchferry.engine.work import BatchWork
 
 
@@ -67,8 +68,11 @@ def _no_fence_check() -> None:
     rewrite(
         BatchWork,
         "_record_submitting",
-        ("            return m.SubmittingRefused()\n", "            continue\n"),
-        ("m.SubmittingRecorded() if sealed.is_whole else m.SubmittingRefused()", "m.SubmittingRecorded()"),
+        (
+            "        except PartitionLost:\n            return m.SubmittingRefused()\n",
+            "        except PartitionLost:\n            continue\n",
+        ),
+        ("    if not sealed.is_whole:\n        return m.SubmittingRefused()\n", ""),
     )
 
 
@@ -141,10 +145,10 @@ def _retried_row_left_out() -> None:
         PartitionTask,
         "finish_lot",
         (
-            "        if any(isinstance(entry, Lot)",
+            "        is_done = any(",
             (
                 "        entries = [one for one in entries if not (isinstance(one, Lot) and one.state is LotState.WAITING)]\n"
-                "        if any(isinstance(entry, Lot)"
+                "        is_done = any("
             ),
         ),
     )
@@ -230,12 +234,74 @@ def _no_look_up_after_the_deletion() -> None:
 
 
 def _settled_twice() -> None:
+    """Landing asks once more, to spare work: that question is left out too."""
+    rewrite(
+        Landing,
+        "_settle_successes",
+        ("if not ledger.is_settled(pair[0])", "if True"),
+        ("            if not ledger.is_settled(offset)\n", ""),
+    )
     rewrite(
         PartitionTask,
         "_settle_chunk",
         ("if ledger.is_settled(offset) or offset in settled_now:", "if offset in settled_now:"),
     )
     rewrite(PartitionLedger, "plan_settle", ("if len(self.unsettled(settled_now)) != len(settled_now):", "if False:"))
+
+
+def _calls_before_their_wave() -> None:
+    """The wave is written, but only once its calls are out."""
+    rewrite(
+        SyncLane,
+        "_record",
+        (
+            '    await task.commit(plan, told, purpose="wave")\n',
+            (
+                "    plan(task.ledger)\n"
+                "    async def later():\n"
+                "        await asyncio.sleep(0.3)\n"
+                "        await task.commit(lambda ledger: ledger.plan_submitting(made[0]), told, purpose='wave')\n"
+                "    self._later = asyncio.ensure_future(later())\n"
+            ),
+        ),
+    )
+
+
+def _lost_wave_not_counted() -> None:
+    rewrite(SyncLane, "resolve", ('    self._possibly_paid_twice(lot, unknown, "sync_wave_lost")\n', ""))
+
+
+def _lost_wave_dropped() -> None:
+    rewrite(
+        SyncLane,
+        "_hand_on_unknown",
+        ("return ledger.plan_dissolve(lot.lot_id, [heir])", "return ledger.plan_dissolve(lot.lot_id, [heir])[1:]"),
+    )
+
+
+def _wave_ends_unsettled() -> None:
+    """What has been answered is handed on with the rest, as if nobody had answered."""
+    rewrite(SyncLane, "_run_wave", ("    await task.flush()\n    back = ", "    back = "))
+
+
+def _silent_miss() -> None:
+    rewrite(PartitionTask, "_settle_chunk", ("            if settlement.is_missed:\n", "            if False:\n"))
+
+
+def _cancel_forgets_finished() -> None:
+    """The results of a cancelled batch are not read: all its rows count as not run."""
+    rewrite(
+        Landing,
+        "land",
+        (
+            "if one is not None]\n",
+            "if one is not None and snapshot.status is not ProviderStatus.CANCELLED]\n",
+        ),
+        (
+            "counted = snapshot.counts.completed + snapshot.counts.failed\n",
+            "counted = snapshot.counts.completed + snapshot.counts.failed if file_ids else 0\n",
+        ),
+    )
 
 
 MUTANTS = (
@@ -264,6 +330,12 @@ MUTANTS = (
     Mutant("files-gone-early", "provider files are deleted before every owner has written DONE", _files_gone_early),
     Mutant("submission-again", "a submission number is used again", _submission_again),
     Mutant("file-left", "a lost create is given up while its file is still there", _no_look_up_after_the_deletion),
+    Mutant("calls-before-their-wave", "sync calls are made before their wave is written", _calls_before_their_wave),
+    Mutant("lost-wave-not-counted", "rows of a lost wave run again and are not counted", _lost_wave_not_counted),
+    Mutant("lost-wave-dropped", "rows of a lost wave are not written into a waiting lot", _lost_wave_dropped),
+    Mutant("wave-ends-unsettled", "a wave ends before its answers are settled", _wave_ends_unsettled),
+    Mutant("silent-miss", "a deadline is missed and no event says so", _silent_miss),
+    Mutant("cancel-forgets-finished", "what a cancelled batch had finished is not read", _cancel_forgets_finished),
     Mutant("settled-twice", "an outcome is published without asking whether the row is settled", _settled_twice),
 )
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ _NAMES = (
     ("GET", r"/v1/batches", "list"),
     ("GET", r"/v1/batches/[^/]+", "retrieve"),
     ("POST", r"/v1/batches/[^/]+/cancel", "cancel"),
+    ("POST", r"/v1/(chat/completions|responses|embeddings)", "sync"),
 )
 
 
@@ -100,6 +102,10 @@ class SimProvider:
         """Virtual seconds for which they do."""
         self.struck: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
+        self.on_sync_call: Callable[[bytes], None] = lambda _body: None
+        """Told of the body of every call to an ordinary endpoint that arrives."""
+        self.on_sync_lost: Callable[[bytes], None] = lambda _body: None
+        """Told of the body of every one that was carried out and whose answer nobody gets."""
         self._note = note
         self._context = contextvars.copy_context()
         self._serving: dict[asyncio.Task[None], None] = {}
@@ -131,6 +137,17 @@ class SimProvider:
                 self._note(f"wire: {call} {kind}")
                 return kind
         return ""
+
+    def retry_after(self) -> list[tuple[str, str]]:
+        """When a caller of the ordinary endpoints is to come back: in seconds, as a date, or no word of it."""
+        wait_s = self.rng.choice((1, 20, 300, 1200))
+        match self.rng.randrange(3):
+            case 0:
+                return [("retry-after", str(wait_s))]
+            case 1:
+                return [("retry-after", formatdate(self.world.clock.timestamp() + wait_s, usegmt=True))]
+            case _:
+                return []
 
     def later(self, wait_s: float, call: Callable[[], None]) -> None:
         """Do it later, whoever lives then."""
@@ -270,7 +287,8 @@ class _Wire(httpx.AsyncBaseTransport):
                 reply.set_result(what)
 
         def refused(status: int, text: bytes) -> None:
-            provider.later(rng.uniform(*LATENCY_S), lambda: answer((status, [], text, True)))
+            headers = provider.retry_after() if call == "sync" else []
+            provider.later(rng.uniform(*LATENCY_S), lambda: answer((status, headers, text, True)))
 
         def done(what: Any) -> None:
             what = provider.seen(call, request.url.path, what)
@@ -280,6 +298,8 @@ class _Wire(httpx.AsyncBaseTransport):
                 what = (500, [], b'{"error":{"message":"later","type":"server_error"}}', True)
             elif fate == "cut" and what[2]:
                 what = (*what[:2], what[2][: len(what[2]) // 2], False)
+            if call == "sync" and (not what[3] or reply.done() or (process is not None and process.is_dead)):
+                provider.on_sync_lost(body)
             provider.later(rng.uniform(*LATENCY_S), lambda: answer(what))
 
         def arrive() -> None:
@@ -293,7 +313,10 @@ class _Wire(httpx.AsyncBaseTransport):
                 refused(provider.refuse_creates["status"], provider.refuse_creates["body"])
                 return
             if fate == "broken":
-                refused(500, b'{"error":{"message":"broken","type":"server_error"}}')
+                refused(
+                    rng.choice((500, 502, 503)) if call == "sync" else 500,
+                    b'{"error":{"message":"broken","type":"server_error"}}',
+                )
                 return
             if fate == "busy":
                 refused(429, b'{"error":{"message":"slow down","type":"requests","code":"rate_limit_exceeded"}}')
@@ -312,7 +335,9 @@ class _Wire(httpx.AsyncBaseTransport):
                 "client": ("127.0.0.1", 1),
                 "root_path": "",
             }
-            if call in {"create", "cancel", "delete", "upload"}:
+            if call == "sync":
+                provider.on_sync_call(body)
+            if call in {"create", "cancel", "delete", "upload", "sync"}:
                 provider._note(f"wire: {call} {request.url.path} of {process.name if process else 'somebody'} arrives")
             provider.serve(scope, body, process.name if process else "", done)
 
