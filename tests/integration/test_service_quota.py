@@ -72,7 +72,8 @@ def _no_row_suffered(voyage: Voyage) -> None:
 
 async def test_who_counts_fails_no_batch(voyages: Voyages) -> None:
     """Of twenty batches that come faster than the queue empties, a submitter that does not count loses ten or more;
-    told of the limit the service loses none. Not told of it, it learns it from a few refusals, of which no row hears.
+    told of the limit the service loses none. Not told of it, it learns it from the few refusals it meets, if it meets any
+    at this pace, and no row hears of them.
     """
     careless, told, untold = voyages["naive"], voyages["told"], voyages["untold"]
     assert careless.batches == GROUPS
@@ -81,10 +82,9 @@ async def test_who_counts_fails_no_batch(voyages: Voyages) -> None:
     _no_row_suffered(told)
     assert (told.refused, told.learned_tokens) == (0, [])
     _no_row_suffered(untold)
-    assert 1 <= untold.refused <= careless.refused // 2
-    assert untold.learned_tokens
-    assert untold.learned_tokens == sorted(untold.learned_tokens, reverse=True)
-    assert LIMIT_TOKENS / 2 < untold.learned_tokens[-1] < LIMIT_TOKENS * 2
+    assert untold.refused <= careless.refused // 2
+    assert bool(untold.learned_tokens) == bool(untold.refused)
+    assert all(LIMIT_TOKENS / 2 < tokens < LIMIT_TOKENS * 2 for tokens in untold.learned_tokens)
 
 
 async def test_estimates_may_be_wrong(voyages: Voyages) -> None:
