@@ -7,7 +7,7 @@ import inspect
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -197,6 +197,35 @@ def _uses_broker(item: pytest.Item) -> bool:
     return bool(names & {"broker", "own_broker"}) or item.get_closest_marker("broker") is not None
 
 
+LONGEST_S = {
+    "test_service_crashes": 190,
+    "test_service_input_changes": 55,
+    "test_service_scenarios": 55,
+    "test_chaos_short": 50,
+    "test_cli_topics": 45,
+    "test_cli_demo": 45,
+    "test_service_stopping": 40,
+    "test_service_quota": 40,
+    "test_service_submission": 40,
+    "test_kafka_facts": 40,
+    "test_kafka_traps": 40,
+    "test_behaviour_cases": 35,
+    "test_ten_thousand_rows": 30,
+}
+"""About how long these files take, in seconds: shares are dealt by it. It need only be true enough to be fair."""
+OTHERS_S = 8
+
+
+def _share(files: Iterable[Path], number: int, shares: int) -> set[Path]:
+    """The files of a share: the longest first, each to the one that has least."""
+    load_s, dealt = [0] * shares, [set[Path]() for _ in range(shares)]
+    for path in sorted(files, key=lambda one: (-LONGEST_S.get(one.stem, OTHERS_S), one)):
+        least = load_s.index(min(load_s))
+        load_s[least] += LONGEST_S.get(path.stem, OTHERS_S)
+        dealt[least].add(path)
+    return dealt[number - 1]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Whoever asks for a broker carries its marker, so that ``-m "not broker"`` means what it says.
 
@@ -206,8 +235,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if _uses_broker(item) or item.get_closest_marker("real_broker") is not None:
             item.add_marker("broker")
     number, _, shares = str(config.getoption("--share") or "1/1").partition("/")
-    files = sorted({item.path for item in items})
-    mine = {path for at, path in enumerate(files) if at % int(shares) == int(number) - 1}
+    mine = _share({item.path for item in items}, int(number), int(shares))
     others = [item for item in items if item.path not in mine]
     if others:
         config.hook.pytest_deselected(items=others)
