@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from batchferry.domain.batcherrors import BatchErrorKind
 from batchferry.domain.batchkey import BatchKey
+from batchferry.domain.errors import StoreUnavailable
 from batchferry.domain.ids import BatchId, FileId, ProviderBatchId
 from batchferry.domain.offsets import OffsetSet
 from batchferry.domain.provider import (
@@ -336,14 +337,27 @@ class BatchProvider(Protocol):
     """One provider account. Every method answers with a value; none retries a ``create`` by itself."""
 
     name: str
+    is_inline: bool
+    """Whether a create carries the rows itself: ``create_inline`` then takes the place of ``upload`` and ``create``."""
 
     async def upload(
         self, source: UploadSource, file_name: str, expires_after_s: int | None
     ) -> UploadedFile | CallFailed: ...
 
     async def create(
-        self, file_id: FileId, endpoint: str, completion_window: str, metadata: Mapping[str, str]
-    ) -> BatchSnapshot | CallFailed: ...
+        self,
+        file_id: FileId,
+        endpoint: str,
+        completion_window: str,
+        metadata: Mapping[str, str],
+        model: str = "",
+    ) -> BatchSnapshot | CallFailed:
+        """Ask once for a batch of an uploaded file. ``model`` is the rows' own, for those who want it on the job."""
+        ...
+
+    async def create_inline(self, source: UploadSource, endpoint: str, model: str) -> BatchSnapshot | CallFailed:
+        """Ask once for a batch of these rows (lines as ``line_head`` and ``render_line`` make them), streamed."""
+        ...
 
     async def retrieve(self, provider_batch_id: ProviderBatchId) -> BatchSnapshot | CallFailed: ...
 
@@ -368,6 +382,13 @@ class BatchProvider(Protocol):
             endpoint: as in the row, such as ``/v1/chat/completions``.
             body: the request body, sent unchanged.
             timeout_s: real seconds for the whole call.
+        """
+        ...
+
+    def check_request(self, endpoint: str, body: bytes) -> tuple[str, str] | None:
+        """The first member of a request that a batch refuses, and why, with the remedy; None: nothing is known.
+
+        Told before anything is sent, once for every record. ``body`` is a JSON object.
         """
         ...
 
@@ -398,6 +419,41 @@ class BatchProvider(Protocol):
     async def close(self) -> None: ...
 
 
+# -------------------------------------------------------------------------------------------- archive
+
+
+class KeptFile(Protocol):
+    """What became of a file that the archive was given."""
+
+    @property
+    def is_new(self) -> bool:
+        """False: the same file was there already."""
+        ...
+
+    @property
+    def dropped(self) -> Sequence[object]:
+        """Files that went, for age or for room."""
+        ...
+
+
+class ResultArchive(Protocol):
+    """Where copies of result files stay. What cannot be done is answered, not raised."""
+
+    async def open(self) -> StoreUnavailable | None:
+        """Make the folder usable; None when it is."""
+        ...
+
+    async def keep(
+        self, source: Path, batch_id: str, kind: str, now: datetime, *, sha256: str | None = None
+    ) -> KeptFile | StoreUnavailable:
+        """Copy a file; it is on disk and whole when this returns."""
+        ...
+
+    async def expire(self, now: datetime) -> Sequence[object] | StoreUnavailable:
+        """Delete what is too old."""
+        ...
+
+
 # ---------------------------------------------------------------------------------------- local store
 
 
@@ -411,6 +467,8 @@ class IndexRow(NamedTuple):
     t0_ms: int
     deadline_ms: int
     key_digest: str
+    masked: int = 0
+    """Places of the request where personal data was masked."""
 
 
 class SpoolRef(NamedTuple):

@@ -13,7 +13,7 @@ Instants are integers, milliseconds since the epoch: this code runs once for eve
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -125,8 +125,17 @@ class Sealed:
 class Accumulator:
     """The open batches of one process. Not thread-safe; knows no clock."""
 
-    def __init__(self, max_open_keys: int) -> None:
+    def __init__(
+        self, max_open_keys: int, limits_of: Callable[[BatchKey, SealLimits], SealLimits] = lambda _key, limits: limits
+    ) -> None:
+        """Begin empty.
+
+        Args:
+            max_open_keys: batches that may be open at one time.
+            limits_of: asked once for each batch that is opened: its own limits, none of them larger.
+        """
         self._max_open_keys = max_open_keys
+        self._limits_of = limits_of
         self._open: dict[BatchKey, OpenBatch] = {}
 
     def __len__(self) -> int:
@@ -173,6 +182,7 @@ class Accumulator:
         if batch is None:
             if len(self._open) >= self._max_open_keys:
                 sealed = (*sealed, self._seal_oldest())
+            limits = self._limits_of(key, limits)
             batch = self._open[key] = OpenBatch(key, limits, ship_by_ms=ship_by_ms, oldest_t0_ms=t0_ms)
         batch.rows += 1
         batch.bytes += size_bytes

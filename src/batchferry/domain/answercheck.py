@@ -127,7 +127,8 @@ def check_answer(body: bytes, endpoint: str, kind: CheckKind, schema: AnswerSche
 
 
 class _Function(msgspec.Struct, gc=False):
-    arguments: str = ""
+    arguments: msgspec.Raw = msgspec.Raw()
+    """JSON inside a text; Mistral's API also allows the JSON itself."""
 
 
 class _Call(msgspec.Struct, gc=False):
@@ -169,9 +170,35 @@ class _AnthropicMessage(msgspec.Struct, gc=False):
     content: list[_Part]
 
 
+class _GeminiCall(msgspec.Struct, gc=False):
+    args: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class _GeminiPart(msgspec.Struct, gc=False, rename="camel"):
+    text: str | None = None
+    thought: bool | None = None
+    function_call: _GeminiCall | None = None
+
+
+class _GeminiContent(msgspec.Struct, gc=False):
+    parts: list[_GeminiPart] | None = None
+
+
+class _Candidate(msgspec.Struct, gc=False):
+    content: _GeminiContent | None = None
+
+
+class _Candidates(msgspec.Struct, gc=False, rename="camel"):
+    candidates: list[_Candidate] | None = None
+    prompt_feedback: msgspec.Raw = msgspec.Raw()
+    usage_metadata: msgspec.Raw = msgspec.Raw()
+
+
 _decode_choices = msgspec.json.Decoder(_Choices).decode
 _decode_response = msgspec.json.Decoder(_Response).decode
 _decode_message = msgspec.json.Decoder(_AnthropicMessage).decode
+_decode_candidates = msgspec.json.Decoder(_Candidates).decode
+_decode_text = msgspec.json.Decoder(str).decode
 
 
 def _texts(body: bytes, endpoint: str) -> list[str]:
@@ -189,7 +216,23 @@ def _texts(body: bytes, endpoint: str) -> list[str]:
         parts = _decode_message(body).content
         said = _joined(parts)
         return [said] if said else [bytes(part.input).decode() for part in parts if part.type == "tool_use"]
+    if endpoint.endswith(":generateContent"):
+        answer = _decode_candidates(body)
+        if answer.candidates is None and not bytes(answer.prompt_feedback) and not bytes(answer.usage_metadata):
+            raise ValueError("no answer of this endpoint")
+        found = []
+        for candidate in answer.candidates or ():
+            found += _of_candidate(candidate)
+        return found
     return []
+
+
+def _of_candidate(candidate: _Candidate) -> list[str]:
+    parts = (candidate.content.parts if candidate.content is not None else None) or ()
+    said = "".join(part.text or "" for part in parts if not part.thought)
+    if said:
+        return [said]
+    return [bytes(part.function_call.args).decode() for part in parts if part.function_call is not None] or [""]
 
 
 def _of_message(message: _Message) -> list[str]:
@@ -199,7 +242,11 @@ def _of_message(message: _Message) -> list[str]:
     calls = [call.function for call in message.tool_calls or () if call.function is not None]
     if message.function_call is not None:
         calls.append(message.function_call)
-    return [call.arguments for call in calls] or [""]
+    return [_arguments(bytes(call.arguments)) for call in calls] or [""]
+
+
+def _arguments(raw: bytes) -> str:
+    return _decode_text(raw) if raw[:1] == b'"' else raw.decode()
 
 
 def _joined(parts: list[_Part] | tuple[()]) -> str:

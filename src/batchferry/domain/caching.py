@@ -2,8 +2,13 @@
 
 A marked prefix (tools, then system) is kept for five minutes or an hour and read back at a tenth of its price; rows of
 a batch run in any order over hours, so the hour is the length that helps. Writing for an hour costs twice the price of
-plain input, so marking pays only where many rows share the prefix. Source: Anthropic's pages on prompt caching and on
-message batches.
+plain input and reading a tenth, so marking pays from the third row on where every later row finds the prefix; rows that
+run at the same time do not. Source: Anthropic's pages on prompt caching and on message batches.
+
+How it is to be called: on the body of an accepted request, by whoever renders the row for an Anthropic account (in a
+batch line and in the sync lane alike, so that both ask for the same), and only for rows whose ``shapes.prefix`` is not
+None and is known to be shared by many: a prefix below the provider's minimum is never cached, and one that nobody
+reads back costs double. ``shapes.fingerprint`` is taken of the body before, since the marker is no instruction.
 """
 
 from __future__ import annotations
@@ -42,7 +47,8 @@ def add_cache_marker(params: bytes, ttl: CacheTtl = "1h") -> bytes:
 
     Returns:
         ``params`` itself where the caller has marked anything, where there is no system text to mark, and where the
-        shape is not the documented one.
+        shape is not the documented one. So it sets one mark or none: the provider takes four at most, and marking
+        twice is marking once.
     """
     try:
         members = _decode_members(params)

@@ -88,11 +88,11 @@ def is_surely_too_long(
     r"""Whether the request cannot fit into the model, so that sending it only wastes a window.
 
     The estimate alone cannot say: it is made from bytes and rather high. English comes out right, but plain Russian
-    three times too high, Russian written in ``\uXXXX`` escapes (as Python's ``json.dumps`` does by default) six
-    times, a table padded with blanks more, and a recording in base64 a thousand times. So the estimate only sorts
-    out what needs no look, which is nearly everything; the rest is measured by ``least_tokens``. English is caught
-    from about 1.4 times the context on, Chinese from about 2. Room for the answer is not asked for: some servers cut
-    the answer short instead of refusing.
+    three times too high, Russian written in ``\uXXXX`` escapes (as Python's ``json.dumps`` does by default) six times,
+    a table padded with blanks more, and base64 in a member that is not known for files a thousand times. So the
+    estimate only sorts out what needs no look, which is nearly everything; the rest is measured by ``least_tokens``.
+    English is caught from about 1.4 times the context on, Chinese from about 2. Room for the answer is not asked for:
+    some servers cut the answer short instead of refusing.
 
     Args:
         estimated_tokens: as ``requests.estimate_tokens`` says.

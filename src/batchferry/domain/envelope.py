@@ -107,6 +107,8 @@ class OutcomeContext(msgspec.Struct, kw_only=True, gc=False):
     batch: BatchFacts | None = None
     source_event: str | None = None
     """``ce_id`` of the request, if it came as a CloudEvent."""
+    masked: int = 0
+    """Places of the request where personal data was masked before it was sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,8 @@ def render_result(ctx: OutcomeContext, line: ResultLine, price: Price | None, *,
             "cached_tokens": usage.cached_tokens,
         }
     )
+    if usage is not None and usage.cache_write_tokens:
+        envelope["usage"]["cache_write_tokens"] = usage.cache_write_tokens
     envelope["cost"] = None if price is None else _cost(price)
     envelope["response"] = _response(line, is_strict=is_strict)
     return _dump(envelope)
@@ -251,7 +255,7 @@ def render_split(ctx: OutcomeContext, line: ResultLine, parts: int) -> bytes:
 
 
 def _begin(ctx: OutcomeContext, kind: str, status: str) -> dict[str, Any]:
-    return {
+    envelope: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "kind": kind,
         "outcome_id": f"{ctx.ledger_id}-{ctx.partition}-{ctx.offset}",
@@ -271,6 +275,9 @@ def _begin(ctx: OutcomeContext, kind: str, status: str) -> dict[str, Any]:
         "attempts": ctx.attempts,
         "batch": None if ctx.batch is None else ctx.batch.rendered,
     }
+    if ctx.masked:
+        envelope["masked"] = ctx.masked
+    return envelope
 
 
 def _response(line: ResultLine, *, is_strict: bool) -> dict[str, Any]:

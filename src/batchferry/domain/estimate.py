@@ -13,7 +13,7 @@ from datetime import datetime
 
 import msgspec
 
-from batchferry.domain.money import price_row
+from batchferry.domain.money import Prices, price_row
 from batchferry.domain.provider import Usage
 
 MIN_FACTOR = 0.25
@@ -114,7 +114,7 @@ class TokenEstimates:
 
 
 def estimated_price(
-    provider: str,
+    prices: Prices,
     model: str,
     input_tokens: int,
     output_tokens: int,
@@ -126,7 +126,7 @@ def estimated_price(
     """Picodollars that so many rows will cost; None where the price is not known.
 
     Args:
-        provider: whose prices apply.
+        prices: whose prices apply.
         model: as asked for.
         input_tokens: of all rows together.
         output_tokens: of all rows together.
@@ -140,7 +140,7 @@ def estimated_price(
     outputs, more_outputs = divmod(output_tokens, rows)
 
     def one(input_tokens: int, output_tokens: int) -> int | None:
-        price = price_row(provider, model, Usage(input_tokens, output_tokens), when, batch=batch)
+        price = price_row(prices, model, Usage(input_tokens, output_tokens), when, batch=batch)
         return None if price is None else price.picodollars
 
     # What does not divide evenly is one token more in some of the rows; input and output are priced independently.

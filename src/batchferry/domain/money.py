@@ -18,6 +18,7 @@ Unit prices are learned once per model and day by asking the library, and a row 
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -51,7 +52,9 @@ class PriceBasis(StrEnum):
     PUBLISHED = "published"
     """The model's own batch price."""
     ASSUMED_DISCOUNT = "assumed_discount"
-    """Half the list price, as the provider gives on every batch; the data names no batch price of this model."""
+    """A share of the list price, as the provider gives on every batch; the data names no batch price of this model."""
+    NAMED = "named"
+    """The account's own prices, as its settings name them."""
 
 
 class Price(msgspec.Struct, frozen=True, gc=False):
@@ -68,6 +71,8 @@ class _Rates(NamedTuple):
     above: int
     fresh: int | Fraction
     cached: int | Fraction
+    written: int | Fraction
+    written_1h: int | Fraction
     output: int | Fraction
     call: int | Fraction
 
@@ -78,35 +83,80 @@ class _Tariff(NamedTuple):
     basis: PriceBasis
 
 
+class UnitPrices(NamedTuple):
+    """Prices that a person names: picodollars a token outside a batch, and what a batch costs of that."""
+
+    input_picodollars: int | Fraction
+    output_picodollars: int | Fraction
+    batch_share: Fraction = HALF_PRICE
+
+    @classmethod
+    def per_million(cls, input_usd: str, output_usd: str, batch_share: Fraction = HALF_PRICE) -> UnitPrices:
+        """From USD for a million tokens, each a plain decimal.
+
+        Raises:
+            ValueError: not plain decimals.
+        """
+        return cls(Fraction(parse_usd(input_usd), 10**6), Fraction(parse_usd(output_usd), 10**6), batch_share)
+
+    def cost(self, input_tokens: int | Fraction, output_tokens: int | Fraction) -> tuple[int, int]:
+        """Picodollars of these tokens in a batch, and outside; rounded once, so hand sums over, not rows."""
+        listed = Fraction(input_tokens * self.input_picodollars + output_tokens * self.output_picodollars)
+        return round(listed * self.batch_share), round(listed)
+
+
+class PriceList(NamedTuple):
+    """An account's own prices before anybody's published ones."""
+
+    provider: str
+    """Whose published prices apply to models that are not named here; empty: nobody's."""
+    named: tuple[tuple[str, UnitPrices], ...] = ()
+    """By pattern of the model (``*`` and ``?`` as in file names); the first match."""
+    batch_share: Fraction | None = None
+    """What a batch costs of a list price where no batch price is known; None: as the provider is known to give."""
+
+    def unit_prices(self, model: str) -> UnitPrices | None:
+        """The named prices of a model."""
+        return next((prices for pattern, prices in self.named if fnmatch.fnmatchcase(model, pattern)), None)
+
+
+Prices = str | PriceList
+"""Whose prices apply: a provider (``openai``, ``anthropic``, ``azure``, ``google`` ...), or an account's own list."""
+
 _BY_THE_MINUTE = object()
 """Stands for a model whose price depends on the time of day."""
 
 
 def price_row(
-    provider: str, model: str, usage: Usage, when: datetime, *, batch: bool, assume_discount: bool = True
+    prices: Prices, model: str, usage: Usage, when: datetime, *, batch: bool, assume_discount: bool = True
 ) -> Price | None:
     """The price of one call, or None when it is not known.
 
     Args:
-        provider: ``openai``, ``anthropic``, ``azure``, ``google`` ...: whose prices apply. Anything else is unknown,
-            so that a compatible server is never billed at another's prices.
+        prices: whose prices apply. A provider that is not known has none, so that a compatible server is never
+            billed at another's prices.
         model: as asked for or as answered; dated snapshots are found.
-        usage: of this one row; ``input_tokens`` includes ``cached_tokens``.
+        usage: of this one row; ``input_tokens`` includes ``cached_tokens`` and ``cache_write_tokens``. The latter
+            cost what the provider takes for its shortest-lived cache, save for the ``cache_write_1h_tokens`` among
+            them.
         when: aware UTC; prices change on days.
         batch: whether the row ran in a batch.
         assume_discount: take half the list price where the data has no batch price (see the module's text).
     """
-    tariff = _tariff(provider, model, batch, assume_discount, when.toordinal(), None)
+    tariff = _tariff(prices, model, batch, assume_discount, when.toordinal(), None)
     if tariff is _BY_THE_MINUTE:
-        tariff = _tariff(provider, model, batch, assume_discount, when.toordinal(), when.hour * 60 + when.minute)
+        tariff = _tariff(prices, model, batch, assume_discount, when.toordinal(), when.hour * 60 + when.minute)
     if tariff is None:
         return None
-    total, output, cached = usage.input_tokens, usage.output_tokens, usage.cached_tokens
-    if not 0 <= cached <= total or output < 0:
+    if usage.cached_tokens < 0 or usage.output_tokens < 0:
+        return None
+    if not 0 <= usage.cache_write_1h_tokens <= usage.cache_write_tokens:
+        return None
+    if usage.cached_tokens + usage.cache_write_tokens > usage.input_tokens:
         return None
     paid, listed, basis = tariff
-    list_price = _sum(listed, total, cached, output)
-    return Price(list_price if paid is listed else _sum(paid, total, cached, output), list_price, basis)
+    list_price = _sum(listed, usage)
+    return Price(list_price if paid is listed else _sum(paid, usage), list_price, basis)
 
 
 def format_usd(picodollars: int) -> str:
@@ -127,48 +177,31 @@ def parse_usd(text: str) -> int:
     return int(whole) * PICODOLLARS + int(part.ljust(12, "0"))
 
 
-class UnitPrices(NamedTuple):
-    """Prices that a person names: picodollars a token outside a batch, and what a batch costs of that."""
-
-    input_picodollars: int | Fraction
-    output_picodollars: int | Fraction
-    batch_share: Fraction = HALF_PRICE
-
-    @classmethod
-    def per_million(cls, input_usd: str, output_usd: str) -> UnitPrices:
-        """From USD for a million tokens, each a plain decimal.
-
-        Raises:
-            ValueError: not plain decimals.
-        """
-        return cls(Fraction(parse_usd(input_usd), 10**6), Fraction(parse_usd(output_usd), 10**6))
-
-    def cost(self, input_tokens: int | Fraction, output_tokens: int | Fraction) -> tuple[int, int]:
-        """Picodollars of these tokens in a batch, and outside; rounded once, so hand sums over, not rows."""
-        listed = Fraction(input_tokens * self.input_picodollars + output_tokens * self.output_picodollars)
-        return round(listed * self.batch_share), round(listed)
-
-
 def warm_up() -> None:
     """Load the price data now (about a second) rather than in the middle of the first landing."""
     _calculate("openai", "gpt-4o-mini", datetime(2026, 1, 1, tzinfo=UTC), None)
 
 
-def _sum(rates: tuple[_Rates, ...], total: int, cached: int, output: int) -> int:
-    row = rates[0]
+def _sum(rates: tuple[_Rates, ...], usage: Usage) -> int:
+    row, total, cached, written = rates[0], usage.input_tokens, usage.cached_tokens, usage.cache_write_tokens
     if len(rates) > 1:
         for other in rates:
             if total > other.above:
                 row = other
-    _, fresh_rate, cached_rate, output_rate, call = row
-    amount = (total - cached) * fresh_rate + cached * cached_rate + output * output_rate + call
+    amount = (total - cached - written) * row.fresh + cached * row.cached + usage.output_tokens * row.output + row.call
+    if written:
+        for_1h = usage.cache_write_1h_tokens
+        amount += (written - for_1h) * row.written + for_1h * row.written_1h
     return amount if type(amount) is int else round(amount)
 
 
 @functools.lru_cache(maxsize=4_096)
 def _tariff(
-    provider: str, model: str, batch: bool, assume_discount: bool, day: int, minute: int | None
+    prices: Prices, model: str, batch: bool, assume_discount: bool, day: int, minute: int | None
 ) -> Any:  # _Tariff | None | _BY_THE_MINUTE, which no type can tell apart cheaply
+    provider, share = (prices, None) if isinstance(prices, str) else (prices.provider, prices.batch_share)
+    if not isinstance(prices, str) and (named := prices.unit_prices(model)) is not None:
+        return _named_tariff(named, batch)
     provider_id = PROVIDER_IDS.get(provider, provider)
     when = datetime.fromordinal(day).replace(tzinfo=UTC) + timedelta(minutes=minute or 0)
     if not provider_id or not model:
@@ -189,12 +222,22 @@ def _tariff(
         return _Tariff(listed, listed, PriceBasis.PUBLISHED)
     if _has_batch_price(sample, when):
         return _Tariff(_learn(provider_id, model, when, _BATCH), listed, PriceBasis.PUBLISHED)
-    if assume_discount and provider_id in HALF_PRICE_PROVIDERS:
-        halves = tuple(
-            _Rates(rates.above, *(_whole(Fraction(rate) * HALF_PRICE) for rate in rates[1:])) for rates in listed
-        )
-        return _Tariff(halves, listed, PriceBasis.ASSUMED_DISCOUNT)
+    if share is None and provider_id in HALF_PRICE_PROVIDERS:
+        share = HALF_PRICE
+    if assume_discount and share is not None:
+        return _Tariff(tuple(_shared(rates, share) for rates in listed), listed, PriceBasis.ASSUMED_DISCOUNT)
     return None
+
+
+def _named_tariff(named: UnitPrices, batch: bool) -> _Tariff:
+    price, output = _whole(Fraction(named.input_picodollars)), _whole(Fraction(named.output_picodollars))
+    listed = _Rates(0, price, price, price, price, output, 0)
+    paid = _shared(listed, named.batch_share) if batch else listed
+    return _Tariff((paid,), (listed,), PriceBasis.NAMED)
+
+
+def _shared(rates: _Rates, share: Fraction) -> _Rates:
+    return _Rates(rates.above, *(_whole(Fraction(rate) * share) for rate in rates[1:]))
 
 
 def _calculate(
@@ -203,13 +246,19 @@ def _calculate(
     when: datetime,
     context: dict[str, str] | None,
     *,
-    tokens: tuple[int, int, int] = (0, 0, 0),
+    tokens: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0),
 ) -> PriceCalculation:
     import genai_prices  # noqa: PLC0415 (its data takes most of a second to load: only who asks for a price pays)
 
-    total, cached, output = tokens
+    total, cached, written, written_1h, output = tokens
     return genai_prices.calc_price(
-        genai_prices.Usage(input_tokens=total, cache_read_tokens=cached, output_tokens=output),
+        genai_prices.Usage(
+            input_tokens=total,
+            cache_read_tokens=cached,
+            cache_write_tokens=written,
+            cache_write_1h_tokens=written_1h,  # where the data has no price for it, the library takes the other
+            output_tokens=output,
+        ),
         model,
         provider_id=provider_id,
         genai_request_timestamp=when,
@@ -221,23 +270,25 @@ def _learn(provider_id: str, model: str, when: datetime, context: dict[str, str]
     """The unit prices of each tier, found by pricing calls of one token more than the tier's threshold."""
     from genai_prices.types import TieredPrices  # noqa: PLC0415 (as above)
 
-    def cost(total: int, cached: int, output: int) -> Fraction:
-        found = _calculate(provider_id, model, when, context, tokens=(total, cached, output))
+    def cost(total: int, cached: int = 0, written: int = 0, written_1h: int = 0, output: int = 0) -> Fraction:
+        found = _calculate(provider_id, model, when, context, tokens=(total, cached, written, written_1h, output))
         return Fraction(found.total_price) * PICODOLLARS
 
     prices = vars(_calculate(provider_id, model, when, context).model_price).values()
     starts = {0, *(tier.start for price in prices if isinstance(price, TieredPrices) for tier in price.tiers)}
-    call = cost(0, 0, 0)
+    call = cost(0)
     learned = []
     for above in sorted(starts):
         total = above + 1
-        fresh = cost(total, 0, 0)
+        fresh = cost(total)
         learned.append(
             _Rates(
                 above,
                 _whole((fresh - call) / total),
-                _whole((cost(total, total, 0) - call) / total),
-                _whole(cost(total, 0, 1) - fresh),
+                _whole((cost(total, cached=total) - call) / total),
+                _whole((cost(total, written=total) - call) / total),
+                _whole((cost(total, written=total, written_1h=total) - call) / total),
+                _whole(cost(total, output=1) - fresh),
                 _whole(call),
             )
         )

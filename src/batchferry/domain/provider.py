@@ -127,6 +127,8 @@ class CallFailed:
     retry_after_s: float | None = None
     request_id: str | None = None
     is_definite: bool = False
+    row: int | None = None
+    """0-based row that a refused inline create names (``requests.N``); the others are not to blame."""
 
     @property
     def is_too_large(self) -> bool:
@@ -200,6 +202,10 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
+    cache_write_tokens: int = 0
+    """Tokens written into the provider's prompt cache, part of ``input_tokens``; most providers do not tell them."""
+    cache_write_1h_tokens: int = 0
+    """Those of ``cache_write_tokens`` that are kept for an hour, which Anthropic sells dearer."""
 
 
 @dataclass(frozen=True, slots=True)

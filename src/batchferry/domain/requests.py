@@ -7,9 +7,20 @@ its neighbours.
 
 How a record is read: msgspec decodes the few members that matter and checks the JSON of all it skips; it checks
 neither the UTF-8 of skipped strings, nor repeated members of the line, nor depth, so these three are checked
-here. Most records look alike, so the usual look has a quick way (``_read_usual``); a record that does not fit
+here. Most records look alike, so the usual look has a quick way; a record that does not fit
 it, for whatever reason, is read again carefully, and only there is a fault looked for and named. A number is
 passed on as written, whatever its size. Members repeated inside ``body`` are not looked for.
+
+What the body must be depends on the endpoint, in the family's own words: OpenAI's and Mistral's endpoints, Anthropic's
+Messages (``MESSAGES_ENDPOINT``), Gemini's generateContent (``GENERATE_ENDPOINT``, both spellings of its members).
+
+Two more lines are taken as they come, where an account of their family is configured:
+
+- ``{custom_id, params}``: a row of an Anthropic batch; ``params`` is the body.
+- ``{key, request}``: a line of a Gemini batch file; ``key`` is the custom_id, ``request`` the body. The model must
+  stand in ``request.model``, where Gemini's own request has it: such a file does not say it, only its job does.
+
+At Gemini's endpoint the model is named in the body and nowhere else; ``models/`` in front of it is no part of its name.
 
 What happens to the parts of a record:
 
@@ -48,14 +59,24 @@ DEFAULT_ENDPOINTS = frozenset(
     }
 )
 
+MESSAGES_ENDPOINT = "/v1/messages"
+"""Where Anthropic's Messages stand; a record ``{custom_id, params}`` without a url means it."""
+GENERATE_ENDPOINT = "/v1beta/models:generateContent"
+"""Our one name for Gemini's native endpoint, whose real path holds the model."""
+
+OWN_ENDPOINTS: Mapping[str, str] = {"anthropic": MESSAGES_ENDPOINT, "gemini": GENERATE_ENDPOINT}
+"""Families of providers with an endpoint of their own; all others share OpenAI's."""
+
 MAX_NAME_CHARS = 256
 """Longest model name, slice or account name: they become metric labels, file names and control keys."""
 LINE_OVERHEAD_BYTES = 256
 """Room for everything of a provider's line that is not body or url: custom_id, method, quotes and braces."""
 IMAGE_TOKENS = 1_600
-"""What an inline image is counted as, instead of the length of its base64 text."""
+"""What an inline image (or sound, or document) is counted as, instead of the length of its base64 text."""
 
-_GENERATING = ("/completions", "/responses")
+_GENERATING = ("/completions", "/responses", "/messages", ":generateContent")
+_MODELS_FOLDER = "models/"
+"""In front of a Gemini model's name where Google writes it as a resource."""
 _JSON_SPACE = b" \t\r\n"
 _BOM = b"\xef\xbb\xbf"
 
@@ -93,6 +114,8 @@ class RecordRule(StrEnum):
     TIMESTAMP_MISSING = "timestamp_missing"
     TIMESTAMP_FUTURE = "timestamp_future"
     MISSING_MAX_TOKENS = "missing_max_tokens"
+    NOT_IN_A_BATCH = "not_in_a_batch"
+    NOT_MASKABLE = "not_maskable"
 
 
 REMEDIES: Mapping[RecordRule, str] = {
@@ -108,7 +131,8 @@ REMEDIES: Mapping[RecordRule, str] = {
     RecordRule.NOT_OBJECT: "send a JSON object: {custom_id, method, url, body}",
     RecordRule.DUPLICATE_MEMBER: "name each member once; readers disagree on which of two counts",
     RecordRule.CLOUDEVENT_SHAPE: "use the CloudEvents binary mode, or one structured event with a JSON object in data",
-    RecordRule.SHAPE_NOT_SUPPORTED: "this account speaks the OpenAI shape: send {custom_id, method, url, body}",
+    RecordRule.SHAPE_NOT_SUPPORTED: "send what the account's API takes: {custom_id, url, body}; {custom_id, params} for"
+    " Anthropic, {key, request} for Gemini",
     RecordRule.MISSING_CUSTOM_ID: "add custom_id: the business key by which you will know the answer",
     RecordRule.CUSTOM_ID_TYPE: 'make custom_id a string, for example "42" instead of 42',
     RecordRule.CUSTOM_ID_EMPTY: "give custom_id at least one character",
@@ -118,15 +142,17 @@ REMEDIES: Mapping[RecordRule, str] = {
     RecordRule.UNKNOWN_ENDPOINT: "use one of the endpoints the service is configured for, or leave url out",
     RecordRule.MISSING_BODY: "add body: the request as the provider's ordinary endpoint takes it",
     RecordRule.BODY_NOT_OBJECT: "make body a JSON object, not a string of JSON",
-    RecordRule.MISSING_MODEL: "name the model in body.model",
-    RecordRule.MISSING_INPUT: "add what the endpoint works on: messages, input or prompt",
+    RecordRule.MISSING_MODEL: "name the model in body.model (params.model, request.model)",
+    RecordRule.MISSING_INPUT: "add what the endpoint works on: messages, input, prompt or contents",
     RecordRule.WRONG_TYPE: "give the member the type the provider's API documents",
     RecordRule.STREAMING: "leave stream out; a batch answer is never streamed",
     RecordRule.BAD_HEADER: "correct the header, or leave it out to take the route's default",
     RecordRule.TIMESTAMP_MISSING: "produce with a timestamp, or set message.timestamp.type=LogAppendTime on the topic",
     RecordRule.TIMESTAMP_FUTURE: "correct the producer's clock, or set message.timestamp.type=LogAppendTime",
-    RecordRule.MISSING_MAX_TOKENS: "bound the answer: max_completion_tokens (chat), max_output_tokens (responses) or"
-    " max_tokens (completions)",
+    RecordRule.MISSING_MAX_TOKENS: "bound the answer: max_completion_tokens (chat), max_output_tokens (responses),"
+    " max_tokens (completions, messages) or generationConfig.maxOutputTokens (Gemini)",
+    RecordRule.NOT_MASKABLE: "see the masker's own log; the record is sent to nobody until it can be masked",
+    RecordRule.NOT_IN_A_BATCH: "leave out what the provider takes in ordinary calls only",
 }
 
 
@@ -201,6 +227,8 @@ class _Line(msgspec.Struct, gc=False):
     url: Any = msgspec.UNSET
     body: msgspec.Raw = _NO_RAW
     params: msgspec.Raw = _NO_RAW
+    key: msgspec.Raw = _NO_RAW
+    request: msgspec.Raw = _NO_RAW
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -234,6 +262,53 @@ class _PromptBody(_Body, gc=False, kw_only=True):
     prompt: _TextOrArray
 
 
+class _MessagesBody(_Body, gc=False, kw_only=True):
+    """Source: Anthropic's reference of POST /v1/messages. That max_tokens is there is left to the account's check."""
+
+    messages: Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1)]
+    system: _TextOrArray | None = None
+    tools: list[msgspec.Raw] | None = None
+
+
+class _Object(msgspec.Struct, gc=False):
+    """Any object."""
+
+
+_ProtoCount = (
+    Annotated[int, msgspec.Meta(ge=0)]
+    | Annotated[float, msgspec.Meta(ge=0, multiple_of=1)]
+    | Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,10}$")]
+)
+"""An integer as the JSON of protocol buffers allows it: 16, 16.0 or "16"."""
+
+
+class _GenerationConfig(msgspec.Struct, gc=False):
+    most: _ProtoCount | None = msgspec.field(default=None, name="maxOutputTokens")
+    most_too: _ProtoCount | None = msgspec.field(default=None, name="max_output_tokens")
+    candidates: _ProtoCount | None = msgspec.field(default=None, name="candidateCount")
+    candidates_too: _ProtoCount | None = msgspec.field(default=None, name="candidate_count")
+
+
+class _GenerateBody(_Body, gc=False, kw_only=True):
+    """Source: https://ai.google.dev/api/generate-content.
+
+    The JSON of protocol buffers takes each member in both spellings, and Google's own examples leave out the brackets
+    of an array of one.
+    """
+
+    contents: Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1)] | _Object
+    system: _Object | None = msgspec.field(default=None, name="systemInstruction")
+    system_too: _Object | None = msgspec.field(default=None, name="system_instruction")
+    tools: list[msgspec.Raw] | _Object | None = None
+    config: _GenerationConfig | None = msgspec.field(default=None, name="generationConfig")
+    config_too: _GenerationConfig | None = msgspec.field(default=None, name="generation_config")
+
+
+class _Named(msgspec.Struct, gc=False):
+    model: Any = None
+    contents: msgspec.Raw = _NO_RAW
+
+
 class _LooseBody(msgspec.Struct, gc=False):
     """The same members whatever their types, to say what is wrong with them."""
 
@@ -246,6 +321,13 @@ class _LooseBody(msgspec.Struct, gc=False):
     messages: msgspec.Raw = _NO_RAW
     input: msgspec.Raw = _NO_RAW
     prompt: msgspec.Raw = _NO_RAW
+    contents: msgspec.Raw = _NO_RAW
+    system: msgspec.Raw = _NO_RAW
+    tools: msgspec.Raw = _NO_RAW
+    systemInstruction: msgspec.Raw = _NO_RAW  # noqa: N815 (as on the wire: refusals quote the member's name)
+    system_instruction: msgspec.Raw = _NO_RAW
+    generationConfig: msgspec.Raw = _NO_RAW  # noqa: N815
+    generation_config: msgspec.Raw = _NO_RAW
 
 
 class _CloudEvent(msgspec.Struct, gc=False):
@@ -256,10 +338,20 @@ class _CloudEvent(msgspec.Struct, gc=False):
 
 
 _decode_line = msgspec.json.Decoder(_Line).decode
+_decode_named = msgspec.json.Decoder(_Named).decode
 _decode_loose_body = msgspec.json.Decoder(_LooseBody).decode
+_decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_any = msgspec.json.Decoder().decode
 _decode_event = msgspec.json.Decoder(_CloudEvent).decode
 
-_DATA_URL = re.compile(rb";base64,[A-Za-z0-9+/=\\]*")
+_DATA_URL = re.compile(rb";base64,[A-Za-z0-9+/=\\]*+")
+_DATA_MEMBER = re.compile(rb'"data"[ \t\r\n]*+:[ \t\r\n]*+"(?:[A-Za-z0-9+/=_-]++|\\/)*+"')
+"""Where Anthropic's blocks and Gemini's parts have a file's base64 text. Anthropic also has documents in plain text
+there, which show by their blanks and escapes."""
+_FILE_BYTES = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=_-\\"
+_LOOK_BYTES = 48
+_LOOK_EVERY_BYTES = IMAGE_TOKENS * 2
+"""Half of the shortest text that counts as a file, in bytes."""
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
 _STRUCTURED = "application/cloudevents"
 
@@ -343,18 +435,22 @@ def parse_request(
         body = body.replace(b"\r", b" ")
     tokens = (length + more_bytes) // 4 + 1
     if length > IMAGE_TOKENS * 4:
-        tokens = _without_data_urls(body, tokens)
-    most = fields.max_tokens
-    if most is None or fields.max_completion_tokens is not None or fields.n is not None:
+        tokens = _without_files(body, tokens)
+    model, most = fields.model, fields.max_tokens
+    if type(fields) is _GenerateBody:
+        model, most = model.removeprefix(_MODELS_FOLDER), _most_of_candidates(fields)
+        if not model:
+            return _bad(RecordRule.MISSING_MODEL, f"the model is only {_MODELS_FOLDER}", custom_id)
+    elif most is None or fields.max_completion_tokens is not None or fields.n is not None:
         most = _most_output_tokens(fields)
     inputs = 1 if type(fields) is not _EmbeddingsBody else _count_inputs(fields)
     if said is _NO_HEADERS:
-        return Request(custom_id, url, body, fields.model, tokens, most, inputs)
+        return Request(custom_id, url, body, model, tokens, most, inputs)
     return Request(
         custom_id,
         url,
         body,
-        fields.model,
+        model,
         tokens,
         most,
         inputs,
@@ -375,10 +471,12 @@ def estimate_tokens(body: bytes) -> int:
     comes to a quarter token a letter, Cyrillic to three quarters, Chinese to one and a quarter a character (GPT
     tokenizers need 0.6 to 1.1), emoji to one and three quarters. ``\uXXXX`` escapes come to one and a half.
     JSON's own punctuation counts, which covers what chat templates add. An inline base64 data URL counts as
-    ``IMAGE_TOKENS``, for no provider bills a picture by the length of its text. ``body`` must be valid UTF-8.
+    ``IMAGE_TOKENS``, and so does the base64 text of a member ``data``, for no provider bills a picture by the length of
+    its text. What only a name stands for (a stored prompt, Gemini's ``cachedContent``) is not seen. ``body`` must be
+    valid UTF-8.
     """
     more_bytes = 0 if body.isascii() else len(body) - len(body.decode())
-    return _without_data_urls(body, (len(body) + more_bytes) // 4 + 1)
+    return _without_files(body, (len(body) + more_bytes) // 4 + 1)
 
 
 def check_timestamp(timestamp_ms: int | None, now: datetime, max_skew_s: float) -> BadRecord | None:
@@ -471,6 +569,10 @@ def _body_decoder(url: str) -> Callable[[bytes], _Body]:
 def _body_type(url: str) -> type[_Body]:
     if url.endswith("/chat/completions"):
         return _ChatBody
+    if url == MESSAGES_ENDPOINT:
+        return _MessagesBody
+    if url == GENERATE_ENDPOINT:
+        return _GenerateBody
     if url.endswith("/embeddings"):
         return _EmbeddingsBody
     if url.endswith("/moderations"):
@@ -487,27 +589,41 @@ def _read_carefully(value: bytes, rules: RequestRules) -> _Read | BadRecord:
     except (ValueError, RecursionError):
         return _why_unreadable(value, rules)
     custom_id, method, url = line.custom_id, line.method, line.url
+    body, name, id_name = bytes(line.body), "body", "custom_id"
+    members = _LINE_MEMBERS
+    if not body and bytes(line.params):
+        body, name = bytes(line.params), "params"
+    elif not body and bytes(line.request):
+        body, name, members = bytes(line.request), "request", _KEYED_MEMBERS
+        if custom_id is msgspec.UNSET and bytes(line.key):
+            id_name = "key"
+            try:
+                custom_id = _decode_any(line.key)
+            except (ValueError, RecursionError):
+                return _why_unreadable(value, rules)
     known_id = custom_id if type(custom_id) is str else None
-    repeated = _repeated(value)
+    repeated = _repeated(value, members)
     if repeated:
         return _bad(
             RecordRule.DUPLICATE_MEMBER,
             f"{repeated} is given more than once",
-            known_id if repeated != "custom_id" else None,
+            known_id if repeated != id_name else None,
         )
-    body = bytes(line.body)
-    if not body and bytes(line.params):
-        return _bad(RecordRule.SHAPE_NOT_SUPPORTED, "the record has params where body is expected", known_id)
+    if (own := _OWN_NAMES.get(name)) is not None:
+        if own not in rules.endpoints:
+            text = f"the record has {name} where body is expected, and no account takes that"
+            return _bad(RecordRule.SHAPE_NOT_SUPPORTED, text, known_id)
+        url = own if url is msgspec.UNSET or url is None else url
     if custom_id is msgspec.UNSET or custom_id is None:
-        return _bad(RecordRule.MISSING_CUSTOM_ID, "the record has no custom_id")
+        return _bad(RecordRule.MISSING_CUSTOM_ID, f"the record has no {id_name}")
     if type(custom_id) is not str:
-        return _bad(RecordRule.CUSTOM_ID_TYPE, f"custom_id is {_kind_of(custom_id)}, not a string")
+        return _bad(RecordRule.CUSTOM_ID_TYPE, f"{id_name} is {_kind_of(custom_id)}, not a string")
     if not custom_id:
-        return _bad(RecordRule.CUSTOM_ID_EMPTY, "custom_id is an empty string")
+        return _bad(RecordRule.CUSTOM_ID_EMPTY, f"{id_name} is an empty string")
     if len(custom_id) > rules.max_custom_id_chars:
         return _bad(
             RecordRule.CUSTOM_ID_TOO_LONG,
-            f"custom_id has {len(custom_id)} characters, the limit is {rules.max_custom_id_chars}",
+            f"{id_name} has {len(custom_id)} characters, the limit is {rules.max_custom_id_chars}",
             custom_id[: rules.max_custom_id_chars],
         )
     if method is not msgspec.UNSET and method is not None and str(method).upper() != "POST":
@@ -519,7 +635,7 @@ def _read_carefully(value: bytes, rules: RequestRules) -> _Read | BadRecord:
     if not body or body == b"null":
         return _bad(RecordRule.MISSING_BODY, "the record has no body", custom_id)
     if body[:1] != b"{":
-        return _bad(RecordRule.BODY_NOT_OBJECT, f"body is {_kind_of_raw(body)}, not an object", custom_id)
+        return _bad(RecordRule.BODY_NOT_OBJECT, f"{name} is {_kind_of_raw(body)}, not an object", custom_id)
     line_bytes = len(body) + len(url) + LINE_OVERHEAD_BYTES
     if line_bytes > rules.max_line_bytes:
         return _bad(
@@ -530,11 +646,11 @@ def _read_carefully(value: bytes, rules: RequestRules) -> _Read | BadRecord:
     try:
         fields = _body_decoder(url)(body)
     except msgspec.ValidationError:
-        return _wrong_in_body(body, _body_type(url), custom_id)
+        return _wrong_in_body(body, _body_type(url), custom_id, name)
     except (ValueError, RecursionError):
         return _why_unreadable(value, rules, custom_id)
     if fields.stream or not fields.model.isprintable():
-        return _wrong_in_body(body, _body_type(url), custom_id)
+        return _wrong_in_body(body, _body_type(url), custom_id, name)
     return custom_id, url, body, fields
 
 
@@ -542,57 +658,110 @@ def _default_url(body: bytes | None, rules: RequestRules) -> str:
     if rules.default_url_of is None or not body or body[:1] != b"{":
         return rules.default_url
     try:
-        model = _decode_loose_body(body).model
+        named = _decode_named(body)
     except (ValueError, RecursionError):
         return rules.default_url  # what is wrong with the body is found out and told next
-    return rules.default_url_of(model) if type(model) is str else rules.default_url
+    model = named.model
+    if type(model) is not str:
+        return rules.default_url
+    is_gemini = GENERATE_ENDPOINT in rules.endpoints and bytes(named.contents)
+    return rules.default_url_of(model.removeprefix(_MODELS_FOLDER) if is_gemini else model)
 
 
-def _wrong_in_body(body: bytes, kind: type[_Body], custom_id: str) -> BadRecord:
-    """Name what a body that is JSON lacks or has of the wrong type."""
+_NOTHING = frozenset({b"", b"null"})
+_EMPTY = frozenset({*_NOTHING, b"[]", b'""'})
+_INPUTS: Mapping[type[_Body], tuple[str, str]] = {
+    _ChatBody: ("messages", "an array"),
+    _MessagesBody: ("messages", "an array"),
+    _PromptBody: ("prompt", "a string or an array"),
+    _GenerateBody: ("contents", "an array or an object"),
+}
+_OTHERS: Mapping[type[_Body], tuple[tuple[str, bytes, str], ...]] = {
+    _MessagesBody: (("system", b'"[', "a string or an array"), ("tools", b"[", "an array")),
+    _GenerateBody: (
+        ("systemInstruction", b"{", "an object with parts"),
+        ("system_instruction", b"{", "an object with parts"),
+        ("tools", b"[{", "an array"),
+        ("generationConfig", b"{", "an object"),
+        ("generation_config", b"{", "an object"),
+    ),
+}
+"""Members beside the input, what their JSON may begin with, and what that is called."""
+_PROTO_COUNTS = ("maxOutputTokens", "max_output_tokens", "candidateCount", "candidate_count")
+_decode_proto_count = msgspec.json.Decoder(_ProtoCount).decode
+
+
+def _wrong_in_body(body: bytes, kind: type[_Body], custom_id: str, where: str = "body") -> BadRecord:
+    """Name what a body that is JSON lacks or has of the wrong type; ``where`` is the line's name for it."""
     try:
         fields = _decode_loose_body(body)
     except msgspec.ValidationError:
-        return _bad(RecordRule.WRONG_TYPE, "a member of body is a number out of range", custom_id)
+        return _bad(RecordRule.WRONG_TYPE, f"a member of {where} is a number out of range", custom_id)
     model, stream = fields.model, fields.stream
     if model is None or model == "":
-        return _bad(RecordRule.MISSING_MODEL, "body has no model", custom_id)
+        return _bad(RecordRule.MISSING_MODEL, f"{where} has no model", custom_id)
     if type(model) is not str:
-        return _bad(RecordRule.WRONG_TYPE, f"body.model is {_kind_of(model)}, not a string", custom_id)
+        return _bad(RecordRule.WRONG_TYPE, f"{where}.model is {_kind_of(model)}, not a string", custom_id)
     if len(model) > MAX_NAME_CHARS or not model.isprintable():
         return _bad(
             RecordRule.WRONG_TYPE,
-            f"body.model must be printable and at most {MAX_NAME_CHARS} characters long",
+            f"{where}.model must be printable and at most {MAX_NAME_CHARS} characters long",
             custom_id,
         )
     if stream is True:
-        return _bad(RecordRule.STREAMING, "body.stream is true", custom_id)
+        return _bad(RecordRule.STREAMING, f"{where}.stream is true", custom_id)
     if stream is not None and stream is not False:
-        return _bad(RecordRule.WRONG_TYPE, f"body.stream is {_kind_of(stream)}, not a boolean", custom_id)
+        return _bad(RecordRule.WRONG_TYPE, f"{where}.stream is {_kind_of(stream)}, not a boolean", custom_id)
     for name in ("n", "max_tokens", "max_completion_tokens", "max_output_tokens"):
         number = getattr(fields, name)
         if number is not None and (type(number) is not int or number < 0):
             what = "negative" if type(number) is int else _kind_of(number)
-            return _bad(RecordRule.WRONG_TYPE, f"body.{name} is {what}, not a count", custom_id)
-    name = "messages" if kind is _ChatBody else "prompt" if kind is _PromptBody else "input"
-    wanted = "an array" if kind is _ChatBody else "a string or an array"
+            return _bad(RecordRule.WRONG_TYPE, f"{where}.{name} is {what}, not a count", custom_id)
+    for name, firsts, wanted in _OTHERS.get(kind, ()):
+        given = bytes(getattr(fields, name))
+        if given in _NOTHING:
+            continue
+        if given[0] not in firsts:
+            return _bad(RecordRule.WRONG_TYPE, f"{where}.{name} is {_kind_of_raw(given)}, not {wanted}", custom_id)
+        if name.startswith("generation") and (wrong := _wrong_count(given)) is not None:
+            return _bad(RecordRule.WRONG_TYPE, f"{where}.{name}.{wrong}", custom_id)
+    name, wanted = _INPUTS.get(kind, ("input", "a string or an array"))
     given = bytes(getattr(fields, name))
-    if given in {b"", b"null", b"[]", b'""'}:
-        return _bad(RecordRule.MISSING_INPUT, f"body has no {name}", custom_id)
-    return _bad(RecordRule.WRONG_TYPE, f"body.{name} is {_kind_of_raw(given)}, not {wanted}", custom_id)
+    if given in _EMPTY or (given[:1] == b"[" and not given[1:-1].strip(_JSON_SPACE)):
+        return _bad(RecordRule.MISSING_INPUT, f"{where} has no {name}", custom_id)
+    return _bad(RecordRule.WRONG_TYPE, f"{where}.{name} is {_kind_of_raw(given)}, not {wanted}", custom_id)
+
+
+def _wrong_count(config: bytes) -> str | None:
+    """What is wrong with the counts of a generationConfig."""
+    members = _decode_members(config)
+    for name in _PROTO_COUNTS:
+        given = bytes(members.get(name, _NO_RAW))
+        try:
+            if given not in _NOTHING:
+                _decode_proto_count(given)
+        except ValueError:
+            return f"{name} is {_kind_of_raw(given)} that is no count"
+    return None
 
 
 class _Pairs(list[tuple[str, Any]]):
     """An object's members with repetitions."""
 
 
-_LINE_MEMBERS = ("custom_id", "method", "url", "body")
+_LINE_MEMBERS: Mapping[str, bytes] = {
+    name: f'"{name}"'.encode() for name in ("custom_id", "method", "url", "body", "params")
+}
+_KEYED_MEMBERS: Mapping[str, bytes] = {**_LINE_MEMBERS, "key": b'"key"', "request": b'"request"'}
+"""Members of a line, with what each looks like."""
+_OWN_NAMES: Mapping[str, str] = {"params": MESSAGES_ENDPOINT, "request": GENERATE_ENDPOINT}
+"""What a family's own batch lines call the body, with the endpoint that they mean."""
 
 
-def _repeated(value: bytes) -> str | None:
-    """The first member of the line that stands there twice; ``value`` is valid JSON and an object."""
-    for name in _LINE_MEMBERS:
-        if value.count(b'"' + name.encode() + b'"') > 1:
+def _repeated(value: bytes, names: Mapping[str, bytes]) -> str | None:
+    """The first of these members of the line that stands there twice; ``value`` is valid JSON and an object."""
+    for look in names.values():
+        if value.count(look) > 1:
             break
     else:
         if b"\\u00" not in value:  # a name can hide behind escapes
@@ -600,7 +769,7 @@ def _repeated(value: bytes) -> str | None:
     seen: set[str] = set()
     members: _Pairs = json.loads(value, object_pairs_hook=_Pairs)
     for name, _ in members:
-        if name in seen and name in _LINE_MEMBERS:
+        if name in seen and name in names:
             return name
         seen.add(name)
     return None
@@ -609,7 +778,10 @@ def _repeated(value: bytes) -> str | None:
 def _custom_id_of(value: bytes) -> str | None:
     """The custom_id of a record that is refused for another reason, if it can be read."""
     try:
-        found: object = _decode_line(value).custom_id
+        line = _decode_line(value)
+        found: object = line.custom_id
+        if found is msgspec.UNSET and bytes(line.key) and bytes(line.request):
+            found = _decode_any(line.key)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, str) else None
@@ -700,6 +872,9 @@ def _bad_url(url: object, rules: RequestRules, custom_id: str) -> BadRecord:
         return _bad(RecordRule.WRONG_TYPE, f"url is {_kind_of(url)}, not a string", custom_id)
     if "://" in url or url.startswith("//"):
         return _bad(RecordRule.URL_IS_ABSOLUTE, "url names a host", custom_id)
+    if url.endswith(":generateContent") and GENERATE_ENDPOINT in rules.endpoints:
+        text = f"url names a model: here Gemini's endpoint is {GENERATE_ENDPOINT}, and body.model names the model"
+        return _bad(RecordRule.UNKNOWN_ENDPOINT, text, custom_id)
     known = ", ".join(sorted(rules.endpoints))
     return _bad(RecordRule.UNKNOWN_ENDPOINT, f"url is none of {known}", custom_id)
 
@@ -711,6 +886,16 @@ def _most_output_tokens(fields: _Body) -> int | None:
     return max(given) * max(fields.n or 1, 1) if given else None
 
 
+def _most_of_candidates(fields: _GenerateBody) -> int | None:
+    """As ``_most_output_tokens``; protocol buffers do not tell zero from absent, so neither do we."""
+    most, times = 0, 1
+    for config in (fields.config, fields.config_too):
+        if config is not None:
+            most = max(most, int(config.most or config.most_too or 0))
+            times = max(times, int(config.candidates or config.candidates_too or 0))
+    return most * times or None
+
+
 def _count_inputs(fields: _EmbeddingsBody) -> int:
     """An array of token numbers is one input; one of texts or of token arrays, as many as it has."""
     texts = fields.input
@@ -719,10 +904,18 @@ def _count_inputs(fields: _EmbeddingsBody) -> int:
     return len(texts) if bytes(texts[0])[:1] in {b'"', b"["} else 1
 
 
-def _without_data_urls(body: bytes, tokens: int) -> int:
-    for match in _DATA_URL.finditer(body):
-        cost = (match.end() - match.start()) // 4
-        tokens -= max(cost - IMAGE_TOKENS, 0)
+def _without_files(body: bytes, tokens: int) -> int:
+    # Searching a text costs more than all else that is done with it; a look every few thousand bytes cannot miss a
+    # file that is long enough to matter.
+    for at in range(0, len(body), _LOOK_EVERY_BYTES):
+        if not body[at : at + _LOOK_BYTES].translate(None, _FILE_BYTES):
+            break
+    else:
+        return tokens
+    for pattern in (_DATA_URL, _DATA_MEMBER):
+        saved = sum(max((match.end() - match.start()) // 4 - IMAGE_TOKENS, 0) for match in pattern.finditer(body))
+        if saved:  # a family has its files in one way
+            return tokens - saved
     return tokens
 
 

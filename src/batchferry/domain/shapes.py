@@ -5,7 +5,9 @@ each new shape on a few rows, and rows of one shape may travel together so that 
 
 Where the instructions stand: chat completions have them in the leading ``system`` or ``developer`` items of
 ``messages``, responses in ``instructions``, in such items of ``input`` or in a stored ``prompt``, Anthropic's messages
-in ``system``. Two texts of JSON that differ only in white space, in the order of members or in how a character is
+in ``system``, Gemini in ``systemInstruction`` or in what ``cachedContent`` names; what form Gemini is to answer in
+stands in its ``generationConfig``, beside settings that are none of the shape. Either spelling of Gemini's members is
+the same. Two texts of JSON that differ only in white space, in the order of members or in how a character is
 escaped are the same shape.
 """
 
@@ -40,6 +42,11 @@ ANTHROPIC_CACHE_TOKENS_BY_MODEL: tuple[tuple[str, int], ...] = (
 Source: Anthropic's page on prompt caching, as quoted in anthropics/anthropic-sdk-python#1194.
 """
 
+GEMINI_CACHE_TOKENS = 4_096
+"""Gemini 3 and later; prefixes are cached without being asked for."""
+GEMINI_CACHE_TOKENS_BY_MODEL: tuple[tuple[str, int], ...] = (("2.5", 2_048),)
+"""By a part of the model's name. Source: https://ai.google.dev/gemini-api/docs/caching, October 2026."""
+
 _MAX_KNOWN = 4_096
 """Pieces of prompts whose canonical digest is remembered: about 200 bytes each, and never the text."""
 
@@ -66,6 +73,13 @@ class _Body(msgspec.Struct, gc=False):
     text: msgspec.Raw = _NO_RAW
     output_format: msgspec.Raw = _NO_RAW
     output_config: msgspec.Raw = _NO_RAW
+    contents: msgspec.Raw = _NO_RAW
+    systemInstruction: msgspec.Raw = _NO_RAW  # noqa: N815 (as on the wire)
+    system_instruction: msgspec.Raw = _NO_RAW
+    generationConfig: msgspec.Raw = _NO_RAW  # noqa: N815
+    generation_config: msgspec.Raw = _NO_RAW
+    cachedContent: msgspec.Raw = _NO_RAW  # noqa: N815
+    cached_content: msgspec.Raw = _NO_RAW
 
 
 class _Formatted(msgspec.Struct, gc=False):
@@ -77,6 +91,24 @@ class _StoredPrompt(msgspec.Struct, gc=False):
     version: msgspec.Raw = _NO_RAW
 
 
+class _GenerationConfig(msgspec.Struct, gc=False):
+    """What says in which form Gemini is to answer."""
+
+    responseMimeType: msgspec.Raw = _NO_RAW  # noqa: N815 (as on the wire)
+    response_mime_type: msgspec.Raw = _NO_RAW
+    responseSchema: msgspec.Raw = _NO_RAW  # noqa: N815
+    response_schema: msgspec.Raw = _NO_RAW
+    responseJsonSchema: msgspec.Raw = _NO_RAW  # noqa: N815
+    response_json_schema: msgspec.Raw = _NO_RAW
+    responseModalities: msgspec.Raw = _NO_RAW  # noqa: N815
+    response_modalities: msgspec.Raw = _NO_RAW
+
+
+_CONFIG_TAGS = tuple(
+    zip(_GenerationConfig.__struct_fields__, (b"1", b"1", b"2", b"2", b"3", b"3", b"4", b"4"), strict=True)
+)
+
+_decode_config = msgspec.json.Decoder(_GenerationConfig).decode
 _decode_body = msgspec.json.Decoder(_Body).decode
 _decode_items = msgspec.json.Decoder(list[_Item]).decode
 _decode_formatted = msgspec.json.Decoder(_Formatted).decode
@@ -176,7 +208,16 @@ def _pieces(body: _Body) -> list[_Piece]:
         stored = _decode_stored(body.prompt)
         _add(found, b"i", stored.id)
         _add(found, b"v", stored.version)
+    for config in (body.generationConfig, body.generation_config):
+        if _opens_with(config, b"{"):
+            read = _decode_config(config)
+            for name, tag in _CONFIG_TAGS:
+                _add(found, tag, getattr(read, name))
+    _add(found, b"c", body.cachedContent)
+    _add(found, b"c", body.cached_content)
     _add(found, b"y", body.system)
+    _add(found, b"g", body.systemInstruction)
+    _add(found, b"g", body.system_instruction)
     _add(found, b"n", body.instructions)
     items = body.messages or ()
     if not items and _opens_with(body.input, b"["):
@@ -227,6 +268,8 @@ def _digest(text: memoryview) -> bytes:
 
 def _least_tokens(body: _Body) -> int:
     name = body.model if isinstance(body.model, str) else ""
+    if memoryview(body.contents):
+        return next((least for part, least in GEMINI_CACHE_TOKENS_BY_MODEL if part in name), GEMINI_CACHE_TOKENS)
     if "claude" not in name and not memoryview(body.system):
         return OPENAI_CACHE_TOKENS
     return next((least for part, least in ANTHROPIC_CACHE_TOKENS_BY_MODEL if part in name), ANTHROPIC_CACHE_TOKENS)

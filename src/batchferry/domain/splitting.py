@@ -260,18 +260,21 @@ _NOTHING = frozenset({b"", b"null"})
 
 _NOT_PLAIN = ("tool_calls", "function_call", "tool_call_id", "audio")
 """Members of a message that a text cut elsewhere would contradict."""
-_STATEFUL = ("previous_response_id", "conversation")
+_STATEFUL = ("previous_response_id", "conversation", "container", "cachedContent", "cached_content")
 """What they stand for is kept at the provider: its length is not known, and the parts would get into each other."""
 _ROLES = frozenset({"system", "developer", "user", "assistant"})
+_GEMINI_ROLES = frozenset({"user", "model"})
+_BLOCK_MEMBERS = frozenset({"type", "text"})
 
 
 class PlainTextSplitter:
     """Cuts the last user message where all messages are plain text; everything else stays in every part.
 
-    Chat completions, Anthropic's messages, and responses whose ``input`` is a text or a list of plain messages. The
-    text is cut behind a paragraph, else behind a sentence or line, else between words, else between characters; the
-    texts of the parts one after another are the text. Not cut: messages with images, files or several pieces of
-    content, conversations with tool calls, state kept at the provider, and whatever fits already.
+    Chat completions, Anthropic's messages (with a text or one block of text each), responses whose ``input`` is a text
+    or a list of plain messages, and Gemini's contents with one part of text each. The text is cut behind a paragraph,
+    else behind a sentence or line, else between words, else between characters; the texts of the parts one after
+    another are the text. Not cut: messages with images, files or several pieces of content, conversations with tool
+    calls, state kept at the provider, and whatever fits already.
     """
 
     def split(self, body: bytes, endpoint: str, max_tokens: int) -> Sequence[bytes] | None:
@@ -287,28 +290,45 @@ _BUILT_IN: Mapping[str, Splitter] = {"plain_text": plain_text}
 """Found without metadata too, so that running from a source tree works."""
 
 
+_Path = tuple[str | int, ...]
+"""Names of members and places in arrays, from the outside in."""
+
+
 class _Frame:
     """A body with a place for a text in it."""
 
-    def __init__(self, members: _Members, name: str, at: tuple[list[msgspec.Raw], int] | None = None) -> None:
-        self._members = members
-        self._name = name
-        self._at = at
-        self._message: _Members = {} if at is None else _decode_members(at[0][at[1]])
+    def __init__(self, body: bytes, path: _Path) -> None:
+        self._body = body
+        self._path = path
 
     @property
     def text(self) -> str:
         """The text that stands there."""
-        return _decode_text(self._members[self._name] if self._at is None else self._message["content"])
+        found = self._body
+        for step in self._path:
+            found = bytes(_inside(found, step)[1])
+        return _decode_text(found)
 
     def with_text(self, text: str) -> bytes:
         """The body with another text."""
-        raw = msgspec.Raw(msgspec.json.encode(text))
-        if self._at is not None:
-            items, at = self._at
-            changed = msgspec.Raw(msgspec.json.encode({**self._message, "content": raw}))
-            raw = msgspec.Raw(msgspec.json.encode([*items[:at], changed, *items[at + 1 :]]))
-        return msgspec.json.encode({**self._members, self._name: raw})
+        return _with_inner(self._body, self._path, msgspec.json.encode(text))
+
+
+def _inside(outer: bytes, step: str | int) -> tuple[_Members | list[msgspec.Raw], msgspec.Raw]:
+    """An object or array taken apart, and what stands at one place in it."""
+    if isinstance(step, str):
+        members = _decode_members(outer)
+        return members, members[step]
+    items = _decode_list(outer)
+    return items, items[step]
+
+
+def _with_inner(outer: bytes, path: _Path, inner: bytes) -> bytes:
+    if not path:
+        return inner
+    held, before = _inside(outer, path[0])
+    held[path[0]] = msgspec.Raw(_with_inner(bytes(before), path[1:], inner))  # type: ignore[index]  # as ``_inside`` says
+    return msgspec.json.encode(held)
 
 
 def _split(body: bytes, endpoint: str, max_tokens: int) -> list[bytes] | None:
@@ -324,33 +344,79 @@ def _split(body: bytes, endpoint: str, max_tokens: int) -> list[bytes] | None:
 
 def _frame(body: bytes, endpoint: str) -> _Frame | None:
     members = _decode_members(body)
-    if endpoint.endswith(("/chat/completions", "/messages")):
-        name = "messages"
-    elif endpoint.endswith("/responses"):
-        name = "input"
-    else:
-        return None
     if any(bytes(members.get(member, _NO_RAW)) not in _NOTHING for member in _STATEFUL):
         return None
-    held = bytes(members.get(name, _NO_RAW))
-    if name == "input" and held[:1] == b'"':
-        return _Frame(members, name)
-    items = _decode_list(held)
-    last_user: int | None = None
-    for at, item in enumerate(items):
+    if endpoint.endswith(":generateContent"):
+        path = _in_contents(bytes(members.get("contents", _NO_RAW)))
+    elif endpoint.endswith(("/chat/completions", "/messages")):
+        path = _in_messages(members, "messages", with_blocks=endpoint.endswith("/messages"))
+    elif endpoint.endswith("/responses"):
+        is_text = bytes(members.get("input", _NO_RAW))[:1] == b'"'
+        path = ("input",) if is_text else _in_messages(members, "input", with_blocks=False)
+    else:
+        return None
+    return None if path is None else _Frame(body, path)
+
+
+def _in_messages(members: _Members, name: str, *, with_blocks: bool) -> _Path | None:
+    """Where the text of the last user message stands; None unless all messages are plain text."""
+    found: _Path | None = None
+    for at, item in enumerate(_decode_list(members.get(name, _NO_RAW))):
         message = _decode_members(item)
         role = _decode_text(message.get("role", _NO_RAW))
         kind = bytes(message.get("type", _NO_RAW))
+        content = bytes(message.get("content", _NO_RAW))
+        inner: _Path | None = () if content[:1] == b'"' else _in_one_block(content) if with_blocks else None
         if (
             role not in _ROLES
             or kind not in {b"", b'"message"'}
-            or bytes(message.get("content", _NO_RAW))[:1] != b'"'
+            or inner is None
             or any(bytes(message.get(member, _NO_RAW)) not in _NOTHING for member in _NOT_PLAIN)
         ):
             return None
         if role == "user":
-            last_user = at
-    return None if last_user is None else _Frame(members, name, (items, last_user))
+            found = (name, at, "content", *inner)
+    return found
+
+
+def _in_one_block(content: bytes) -> _Path | None:
+    """Where the text of the only block stands; None for several blocks, or one that is more than text."""
+    blocks = _decode_list(content)
+    if len(blocks) != 1:
+        return None
+    block = _decode_members(blocks[0])
+    said = {member for member, raw in block.items() if bytes(raw) not in _NOTHING}
+    if said != _BLOCK_MEMBERS or bytes(block["type"]) != b'"text"' or bytes(block["text"])[:1] != b'"':
+        return None
+    return (0, "text")
+
+
+def _in_contents(contents: bytes) -> _Path | None:
+    """As ``_in_messages``, for Gemini's contents; an array of one may stand there without its brackets."""
+    places: list[tuple[_Path, bytes | msgspec.Raw]] = [(("contents",), contents)]
+    if contents[:1] == b"[":
+        places = [(("contents", at), item) for at, item in enumerate(_decode_list(contents))]
+    found: _Path | None = None
+    for place, item in places:
+        content = _decode_members(item)
+        role = _decode_text(content.get("role", _USER))
+        parts = bytes(content.get("parts", _NO_RAW))
+        inner: _Path = ("parts",)
+        if parts[:1] == b"[":
+            items = _decode_list(parts)
+            if len(items) != 1:
+                return None
+            parts, inner = bytes(items[0]), ("parts", 0)
+        part = _decode_members(parts)
+        said = {member for member, raw in part.items() if bytes(raw) not in _NOTHING}
+        if role not in _GEMINI_ROLES or said != {"text"} or bytes(part["text"])[:1] != b'"':
+            return None
+        if role == "user":
+            found = (*place, *inner, "text")
+    return found
+
+
+_USER = msgspec.Raw(b'"user"')
 
 
 # ------------------------------------------------------------------------------------------ where a text is cut

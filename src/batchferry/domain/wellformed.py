@@ -4,16 +4,19 @@ A provider refuses the whole file for one bad line, hours later at worst. So wha
 by a reader that shares no code with the writer, and the same reader checks files of other origin.
 
 A well-formed file: one JSON object a line, strict UTF-8, no byte order mark, no blank line, a line feed at the very
-end; in each line a ``custom_id`` of 1 to 40 characters ``[A-Za-z0-9-]`` that no other line has, method POST, and
-the one url and the one model of the file.
+end; in each line an id of 1 to 40 characters ``[A-Za-z0-9-]`` that no other line has, and the one url and the one
+model of the file. A line has one of four forms, and all lines have that of the first: ``custom_id, method, url, body``
+with method POST (OpenAI), ``custom_id, body`` (Mistral), ``custom_id, params`` (Anthropic), or ``key, request`` without
+a model (Gemini).
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -64,7 +67,38 @@ class _FileLine(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     body: _Named
 
 
-_decode = msgspec.json.Decoder(_FileLine).decode
+class _BodyLine(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    custom_id: str
+    body: _Named
+    method: ClassVar[str] = "POST"
+    url: ClassVar[str] = ""
+
+
+class _ParamsLine(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    custom_id: str
+    body: _Named = msgspec.field(name="params")
+    method: ClassVar[str] = "POST"
+    url: ClassVar[str] = ""
+
+
+class _Nameless(msgspec.Struct, gc=False):
+    model: ClassVar[str] = ""
+
+
+class _KeyLine(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    custom_id: str = msgspec.field(name="key")
+    body: _Nameless = msgspec.field(name="request")
+    method: ClassVar[str] = "POST"
+    url: ClassVar[str] = ""
+
+
+_Line = _FileLine | _BodyLine | _ParamsLine | _KeyLine
+_DECODERS: tuple[Callable[[bytes], _Line], ...] = (
+    msgspec.json.Decoder(_FileLine).decode,
+    msgspec.json.Decoder(_BodyLine).decode,
+    msgspec.json.Decoder(_ParamsLine).decode,
+    msgspec.json.Decoder(_KeyLine).decode,
+)
 _decode_any_object = msgspec.json.Decoder(dict[str, Any]).decode
 _CUSTOM_ID = re.compile(rf"[A-Za-z0-9-]{{1,{MAX_WIRE_ID_CHARS}}}")
 
@@ -80,6 +114,8 @@ class BatchFileChecker:
     def __init__(self, max_lines: int = MAX_LINES, max_line_bytes: int = MAX_LINE_BYTES) -> None:
         self._max_lines = max_lines
         self._max_line_bytes = max_line_bytes
+        self._decoders = _DECODERS
+        """Those of the forms a line may have: all of them, until the first line that can be read says which."""
         self._rest = bytearray()
         self._is_skipping = False
         self._is_overfull = False
@@ -97,12 +133,12 @@ class BatchFileChecker:
     @property
     def url(self) -> str | None:
         """The file's one endpoint, once a line has named it."""
-        return self._url
+        return self._url or None
 
     @property
     def model(self) -> str | None:
         """The file's one model, once a line has named it."""
-        return self._model
+        return self._model or None
 
     def feed(self, chunk: bytes) -> None:
         """Look at the next bytes of the file, cut anywhere."""
@@ -142,6 +178,22 @@ class BatchFileChecker:
             self._found(FileRule.EMPTY_FILE, line=0)
         return list(self._defects)
 
+    def _read(self, line: bytes) -> _Line:
+        """The line by the form of the file.
+
+        Raises:
+            ValueError, RecursionError: it has another one, or none.
+        """
+        *others, last = self._decoders
+        for decode in others:
+            with contextlib.suppress(ValueError):
+                found = decode(line)
+                self._decoders = (decode,)
+                return found
+        found = last(line)
+        self._decoders = (last,)
+        return found
+
     def _found(self, rule: FileRule, line: int | None = None) -> None:
         self.defects_total += 1
         if len(self._defects) < MAX_DEFECTS:
@@ -161,7 +213,7 @@ class BatchFileChecker:
             # The decoder does not look at the UTF-8 of what it skips.
             if not line.isascii():
                 line.decode()
-            found = _decode(line)
+            found = self._read(line)
         except (ValueError, RecursionError):
             self._found(_why(line, is_first=self.lines == 1))
             return

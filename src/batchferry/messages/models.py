@@ -35,9 +35,20 @@ class RequestBody(_Message):
 
 
 class RequestRecord(_Message):
-    """The value of an input record: exactly one line of a provider's batch file."""
+    """The value of an input record: exactly one line of a provider's batch file, in the account's own shape."""
 
-    custom_id: str = Field(
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"required": ["custom_id", "body"]},
+                {"required": ["custom_id", "params"]},
+                {"required": ["key", "request"]},
+            ]
+        }
+    )
+
+    custom_id: str | None = Field(
+        default=None,
         min_length=1,
         max_length=DEFAULT_RULES.max_custom_id_chars,
         description="Your own key (any characters). It comes back unchanged in the outcome; it need not be unique.",
@@ -48,7 +59,12 @@ class RequestRecord(_Message):
         pattern="^/",
         description="The endpoint's path, such as /v1/chat/completions; left out, the configured default.",
     )
-    body: RequestBody
+    body: RequestBody | None = Field(default=None, description="The request; at every account.")
+    params: RequestBody | None = Field(default=None, description="The request, as Anthropic's batches name it.")
+    key: str | None = Field(default=None, min_length=1, description="What custom_id is in Gemini's batches.")
+    request: RequestBody | None = Field(
+        default=None, description="The request, as Gemini's batches name it; its model stands in it."
+    )
 
 
 # ----------------------------------------------------------------------------------------------------- outcome
@@ -87,6 +103,7 @@ class TokenUsage(_Message):
     input_tokens: Count
     output_tokens: Count
     cached_tokens: Count
+    cache_write_tokens: Count = Field(default=0, description="Input tokens that were written to the provider's cache.")
 
 
 class Cost(_Message):
@@ -96,7 +113,8 @@ class Cost(_Message):
     sync_usd: Usd
     basis: PriceBasis = Field(
         description="list: outside a batch; published: the model's own batch price; "
-        "assumed_discount: half the list price, for the price data names no batch price of this model."
+        "assumed_discount: a share of the list price, for the price data names no batch price of this model; "
+        "named: by the account's own prices."
     )
 
 
@@ -123,6 +141,9 @@ class _Outcome(_Message):
     submission: int | None = Field(ge=1, description="How often this row has been put into a batch or wave.")
     attempts: dict[str, Count] = Field(description="Times the row was sent again, by the class that was the reason.")
     batch: Batch | None = Field(description="Null for a record that was refused before it met a batch.")
+    masked: int = Field(
+        default=0, ge=0, description="Places of the request where personal data was masked before it was sent."
+    )
 
 
 class ResultMessage(_Outcome):

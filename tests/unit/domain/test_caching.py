@@ -143,3 +143,15 @@ def test_marking_twice_is_marking_once():
     once = add_cache_marker(b'{"system":"a","messages":[]}')
     assert msgspec.json.decode(once)["system"][0]["cache_control"] == MARK
     assert add_cache_marker(once) is once
+
+
+def test_a_batch_of_rows_never_holds_more_marks_than_were_meant():
+    """One mark where the caller set none, the caller's own (four at most) everywhere else."""
+    block = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+    for marks in range(5):
+        system = [{"type": "text", "text": "a"}]
+        messages = [{"role": "user", "content": [block]}] * marks
+        params = json.dumps({"system": system, "messages": messages}).encode()
+        found = add_cache_marker(add_cache_marker(params))
+        assert found.count(b'"cache_control"') == max(marks, 1)
+        assert (found == params) is (marks > 0)

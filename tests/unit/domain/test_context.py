@@ -93,11 +93,17 @@ def test_bytes_that_are_no_tokens(text):
 
 @pytest.mark.parametrize("slash", [b"/", b"\\/"])
 def test_a_recording_is_no_text(slash):
-    """Half a minute of sound in base64 (some writers escape its slashes) fits a model of 16,000 tokens."""
+    """Half a minute of sound in base64 (some writers escape its slashes) fits a model of 16,000 tokens.
+
+    Even in a member that the estimate does not know for files.
+    """
     sound = base64.b64encode(random.Random(1).randbytes(30 * 48_000)).replace(b"/", slash).decode()
-    body = b'{"messages":[{"content":[{"input_audio":{"data":"' + sound.encode() + b'"}}]}]}'
+    body = b'{"messages":[{"content":[{"input_audio":{"wave":"' + sound.encode() + b'"}}]}]}'
     assert estimate_tokens(body) > 400_000
     assert not judge(body, 16_000)
+    known = body.replace(b'"wave"', b'"data"')
+    assert estimate_tokens(known) < 2_000
+    assert not judge(known, 16_000)
 
 
 def test_without_the_body_only_the_impossible_is_held_back():

@@ -17,6 +17,7 @@ from batchferry.domain.money import (
     PICODOLLARS,
     Price,
     PriceBasis,
+    PriceList,
     UnitPrices,
     format_usd,
     parse_usd,
@@ -108,7 +109,19 @@ def test_money_time_of_day():
     assert day.picodollars != night.picodollars
 
 
-@pytest.mark.parametrize("usage", [Usage(10, 1, 11), Usage(10, -1), Usage(-1, 0)])
+@pytest.mark.parametrize(
+    "usage",
+    [
+        Usage(10, 1, 11),
+        Usage(10, -1),
+        Usage(-1, 0),
+        Usage(10, 1, 6, 5),
+        Usage(10, 1, 0, -1),
+        Usage(10, 1, -1, 2),
+        Usage(10, 1, 0, 2, 3),
+        Usage(10, 1, 0, 2, -1),
+    ],
+)
 def test_money_impossible_usage(usage: Usage):
     """Usage that cannot be is not priced."""
     assert price_row("openai", "gpt-4o-mini", usage, WHEN, batch=True) is None
@@ -135,6 +148,104 @@ def test_money_same_as_the_library(model: str, total: int, part: float, output: 
     assert price is not None
     assert Decimal(price.picodollars) == theirs.total_price * PICODOLLARS
     assert Decimal(_usd(price)[0]) == theirs.total_price
+
+
+@pytest.mark.parametrize(
+    ("model", "standard", "batch"),
+    [
+        # 700 fresh, 100 read and 200 written of 1,000, and 500 out, at Anthropic's list prices for a million tokens:
+        # 3, 0.30, 3.75, 15 (Sonnet 4.5); 1, 0.10, 1.25, 5 (Haiku 4.5); 4, 0.20, 5, 20 (Opus 5.5).
+        ("claude-sonnet-4-5", "0.01038", "0.00519"),
+        ("claude-haiku-4-5", "0.00346", "0.00173"),
+        ("claude-opus-5-5", "0.01382", "0.00691"),
+    ],
+)
+def test_money_cache_writes(model: str, standard: str, batch: str):
+    """Tokens written into the cache have a price of their own, dearer than fresh ones, and half of it in a batch."""
+    usage = Usage(1000, 500, 100, 200)
+    price = price_row("anthropic", model, usage, WHEN, batch=True)
+    assert price is not None
+    assert _usd(price) == (batch, standard)
+    alone = price_row("anthropic", model, usage, WHEN, batch=False)
+    assert alone is not None
+    assert _usd(alone) == (standard, standard)
+
+
+@pytest.mark.parametrize(
+    ("model", "standard", "batch"),
+    [
+        # As above, but of the 200 written tokens 150 are kept for an hour, at twice the price of fresh ones.
+        ("claude-sonnet-4-5", "0.0107175", "0.00535875"),
+        ("claude-haiku-4-5", "0.0035725", "0.00178625"),
+        ("claude-opus-5-5", "0.01427", "0.007135"),
+    ],
+)
+def test_money_cache_writes_for_an_hour(model: str, standard: str, batch: str):
+    """Tokens that are kept for an hour are dearer than those that are kept for minutes."""
+    price = price_row("anthropic", model, Usage(1000, 500, 100, 200, 150), WHEN, batch=True)
+    assert price is not None
+    assert _usd(price) == (batch, standard)
+
+
+def test_money_cache_writes_for_an_hour_where_nobody_sells_them():
+    """Without a price of their own they cost what all written tokens do."""
+    for provider, model in (
+        ("openai", "gpt-6-luna"),
+        ("google", "gemini-2.5-flash"),
+        ("mistral", "mistral-small-latest"),
+    ):
+        plain = price_row(provider, model, Usage(1000, 500, 100, 200), WHEN, batch=True)
+        assert plain is not None
+        assert price_row(provider, model, Usage(1000, 500, 100, 200, 150), WHEN, batch=True) == plain
+
+
+@given(
+    total=st.integers(0, 400_000),
+    read=st.floats(0, 1),
+    written=st.floats(0, 1),
+    kept=st.floats(0, 1),
+    output=st.integers(0, 50_000),
+)
+@settings(max_examples=40, deadline=None)
+def test_money_cache_writes_same_as_the_library(total: int, read: float, written: float, kept: float, output: int):
+    """With reads and writes of the cache, below a model's price tier and above, the library says the same."""
+    cached = int(total * read)
+    stored = int((total - cached) * written)
+    for_1h = int(stored * kept)
+    usage = Usage(total, output, cached, stored, for_1h)
+    price = price_row("anthropic", "claude-sonnet-4-5", usage, WHEN, batch=True)
+    theirs = calc_price(
+        TheirUsage(
+            input_tokens=total,
+            cache_read_tokens=cached,
+            cache_write_tokens=stored,
+            cache_write_1h_tokens=for_1h,
+            output_tokens=output,
+        ),
+        "claude-sonnet-4-5",
+        provider_id="anthropic",
+        genai_request_timestamp=WHEN,
+        price_context={"processing": "batch"},
+    )
+    assert price is not None
+    assert Decimal(price.picodollars) == theirs.total_price * PICODOLLARS
+
+
+def test_money_of_an_accounts_own():
+    """Named prices go before published ones, by the first pattern; others are the provider's, or nobody's."""
+    own = UnitPrices.per_million("2", "8", Fraction(1, 4))
+    prices = PriceList("openai", (("house-*", own), ("*-free", UnitPrices.per_million("0", "0"))))
+    price = price_row(prices, "house-large", ROW, WHEN, batch=True)
+    assert price is not None
+    assert (*_usd(price), price.basis) == ("0.0015", "0.006", PriceBasis.NAMED)
+    assert price_row(prices, "llama-free", ROW, WHEN, batch=False) == Price(0, 0, PriceBasis.NAMED)
+    assert price_row(prices, "gpt-5-mini", ROW, WHEN, batch=True) == price_row(
+        "openai", "gpt-5-mini", ROW, WHEN, batch=True
+    )
+    assert price_row(PriceList(""), "gpt-5-mini", ROW, WHEN, batch=True) is None
+    shared = price_row(PriceList("openai", batch_share=Fraction(1, 5)), "text-embedding-3-small", ROW, WHEN, batch=True)
+    assert shared is not None
+    assert (*_usd(shared), shared.basis) == ("0.000004", "0.00002", PriceBasis.ASSUMED_DISCOUNT)
 
 
 def test_money_formats():

@@ -60,6 +60,30 @@ def test_wellformed_defects(content: bytes, defects: list[tuple[int, FileRule]])
     assert check_batch_file(content[i : i + 5] for i in range(0, len(content), 5)) == [Defect(*d) for d in defects]
 
 
+@pytest.mark.parametrize(
+    ("head", "before", "model"),
+    [
+        ('"custom_id"', ',"body":{"model":"m"', "m"),
+        ('"custom_id"', ',"params":{"model":"m"', "m"),
+        ('"key"', ',"request":{"contents":[]', None),
+    ],
+    ids=["mistral", "anthropic", "gemini"],
+)
+def test_wellformed_forms(head: str, before: str, model: str | None):
+    """The files of the other families are well-formed too; a line of another form in one of them is not."""
+
+    def shaped(wire_id: str) -> bytes:
+        return f'{{{head}:"{wire_id}"{before}}}}}\n'.encode()
+
+    checker = BatchFileChecker()
+    checker.feed(shaped("a") + shaped("b"))
+    assert checker.finish() == []
+    assert (checker.url, checker.model) == (None, model)
+    assert check_batch_file([shaped("a") + line("b")]) == [Defect(2, FileRule.WRONG_MEMBERS)]
+    assert check_batch_file([line("a") + shaped("b")]) == [Defect(2, FileRule.WRONG_MEMBERS)]
+    assert check_batch_file([shaped("a") + shaped("a")]) == [Defect(2, FileRule.DUPLICATE_CUSTOM_ID)]
+
+
 def test_wellformed_bounds():
     """Too many lines and lines too long are one defect each, and memory holds neither."""
     checker = BatchFileChecker(max_lines=2, max_line_bytes=200)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -62,6 +63,7 @@ WHOLE = OutcomeContext(
 )
 
 
+@functools.cache
 def validator(name: str) -> Draft202012Validator:
     """A validator of a published schema."""
     schema = schemas()[name]
