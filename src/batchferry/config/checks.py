@@ -10,8 +10,10 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from batchferry.config.models import AccountSettings, CanarySettings, RouteSettings, Settings
+from batchferry.config.profiles import Profile, load_profile, windows
 from batchferry.domain.answercheck import compile_schema
 from batchferry.domain.errors import ConfigError
+from batchferry.domain.requests import OWN_ENDPOINTS
 from batchferry.domain.retry import ALLOWED, Policy
 from batchferry.domain.rows import RowClass
 from batchferry.domain.splitting import load_splitter
@@ -40,7 +42,23 @@ def cross_faults(settings: Settings) -> list[CrossFault]:
         *_routes(settings),
         *_limits(settings),
         *_clock(settings),
+        *_privacy(settings),
+        *_server(settings),
     ]
+
+
+def _privacy(settings: Settings) -> Iterator[CrossFault]:
+    try:
+        settings.masker()
+    except ConfigError as error:
+        for fault in error.faults:
+            yield CrossFault(("mask.masker", "mask.rules", "mask.key"), f"mask.masker: {fault}")
+    folder = settings.archive.folder
+    if folder is not None and folder.absolute().is_relative_to(settings.state_dir.absolute()):
+        yield CrossFault(
+            ("archive.folder", "state_dir"),
+            f"archive.folder: {folder} is inside state_dir, which is wiped at every start; name another",
+        )
 
 
 def _kafka(settings: Settings) -> Iterator[CrossFault]:
@@ -121,11 +139,20 @@ def _accounts(settings: Settings) -> Iterator[CrossFault]:
         yield CrossFault(("accounts",), "accounts: none is named; add one, or leave the setting out for the default")
     for name, account in settings.accounts.items():
         at = f"accounts.{name}"
-        if account.api_key is None and urlsplit(account.base_url).hostname == _KEY_NEEDED_AT:
+        profile = _known_profile(account)
+        home: str | None = _KEY_NEEDED_AT
+        if profile is not None:
+            home = urlsplit(profile.base_url).hostname if profile.key_variable else None
+        if account.api_key is None and not account.headers and urlsplit(account.base_url).hostname == home:
             yield CrossFault(
-                (f"{at}.api_key", f"{at}.base_url"),
-                f"{at}.api_key: missing; set {_key_variable(name)}, or {at}.api_key_file to a file that holds it",
+                (f"{at}.api_key", f"{at}.base_url", f"{at}.headers"),
+                f"{at}.api_key: missing; set {_key_variable(name, profile)}, or {at}.api_key_file to a file that holds"
+                " it",
             )
+        if profile is not None:
+            yield from _profile(settings, name, account, profile)
+        elif account.sync.batch_chat:
+            yield _no_batch_chat(at, "no profile says where it is")
         poll = account.poll
         yield from _ordered((f"{at}.poll.floor_s", poll.floor_s, None), (f"{at}.poll.max_s", poll.max_s))
         yield from _ordered((f"{at}.poll.first_s", poll.first_s, None), (f"{at}.poll.max_s", poll.max_s))
@@ -143,9 +170,51 @@ def _accounts(settings: Settings) -> Iterator[CrossFault]:
             )
 
 
-def _key_variable(account: str) -> str:
+def _known_profile(account: AccountSettings) -> Profile | None:
+    """The account's profile; None without one, or where it cannot be read: the loader has said so already."""
+    try:
+        return None if account.profile is None else load_profile(account.profile)
+    except ConfigError:
+        return None
+
+
+def _key_variable(account: str, profile: Profile | None) -> str:
     own = f"BATCHFERRY_ACCOUNTS__{account.upper()}__API_KEY"
-    return f"OPENAI_API_KEY or {own}" if account == "default" else own
+    usual = "OPENAI_API_KEY" if profile is None else profile.key_variable
+    return f"{usual} or {own}" if account == "default" or profile is not None else own
+
+
+def _profile(settings: Settings, name: str, account: AccountSettings, profile: Profile) -> Iterator[CrossFault]:
+    """What is asked of the account that its provider does not have."""
+    at = f"accounts.{name}"
+    if not profile.takes_window(account.completion_window):
+        yield CrossFault(
+            (f"{at}.completion_window", f"{at}.profile"),
+            f"{at}.completion_window: {account.completion_window} is not taken by {profile.title}: {windows(profile)}",
+        )
+    if account.provider != profile.family:
+        yield CrossFault(
+            (f"{at}.provider", f"{at}.profile"),
+            f"{at}.provider: {account.provider}, though the profile {profile.name} speaks {profile.family};"
+            " leave it out",
+        )
+    if account.sync.batch_chat and profile.batch_chat is None:
+        yield _no_batch_chat(at, f"{profile.title} has none")
+    if not profile.supports.batch:
+        for route_name, route in settings.routes.items():
+            if name in (route.account, *route.fallback) and route.lane == "batch":
+                yield CrossFault(
+                    (f"routes.{route_name}.lane", f"routes.{route_name}.account", f"{at}.profile"),
+                    f"routes.{route_name}.lane: {profile.title} has no batches that we can use; set it to sync,"
+                    f" with {at}.sync.batch_chat",
+                )
+
+
+def _no_batch_chat(at: str, why: str) -> CrossFault:
+    return CrossFault(
+        (f"{at}.sync.batch_chat", f"{at}.profile"),
+        f"{at}.sync.batch_chat: {why}; name a profile that has batch chat, or turn it off",
+    )
 
 
 def _routes(settings: Settings) -> Iterator[CrossFault]:
@@ -170,6 +239,7 @@ def _routes(settings: Settings) -> Iterator[CrossFault]:
         else:
             yield from _route_promise(settings, at, route, account)
             yield from _route_size(settings, at, route, account)
+            yield from _fallbacks(settings, at, route, account)
             yield from _route_lane(at, route, account)
             if route.canary is not None:
                 yield from _canary_window(at, route, route.canary, account)
@@ -187,17 +257,38 @@ def _route_promise(settings: Settings, at: str, route: RouteSettings, account: A
         "rescue_lead_s",
     )
     yield from _ordered((f"{at}.sla_s", route.sla_s, None), ("limits.max_sla_s", settings.limits.max_sla_s))
+    if route.lane == "sync":
+        return  # no window is waited for
     for text in check_route(
         sla_s=route.sla_s,
         window_s=account.window_s,
         margin_s=route.margin_s,
         max_wait_s=route.max_wait_s,
-        poll_cap_s=account.poll.max_s,
+        poll_cap_s=account.poll_cap_s,
         cancel_s=settings.cancel_s,
         download_s=settings.download_s,
         rescue_lead_s=settings.rescue_lead_s,
     ):
         yield CrossFault(concluded_from, f"{at}: {text}")
+
+
+def _fallbacks(settings: Settings, at: str, route: RouteSettings, first: AccountSettings) -> Iterator[CrossFault]:
+    """Accounts to fall back on take the same requests, and keep the same promise."""
+    for name in route.fallback:
+        paths = (f"{at}.fallback", "accounts")
+        other = settings.accounts.get(name)
+        if other is None:
+            yield CrossFault(paths, f"{at}.fallback: there is no account {name!r}{nearest(name, settings.accounts)}")
+        elif name == route.account:
+            yield CrossFault(paths, f"{at}.fallback: {name!r} is the route's account already; leave it out")
+        elif OWN_ENDPOINTS.get(other.provider) != OWN_ENDPOINTS.get(first.provider):
+            yield CrossFault(
+                paths,
+                f"{at}.fallback: {name!r} speaks another API ({other.provider}) than {route.account!r}"
+                f" ({first.provider}): its rows could not travel there",
+            )
+        else:
+            yield from _route_promise(settings, at, route.model_copy(update={"account": name}), other)
 
 
 def _route_size(settings: Settings, at: str, route: RouteSettings, account: AccountSettings) -> Iterator[CrossFault]:
@@ -230,6 +321,8 @@ def _route_lane(at: str, route: RouteSettings, account: AccountSettings) -> Iter
         )
         return
     ways = [(f"policies.{name.value}", "") for name, policy in route.policies.items() if policy is Policy.SYNC]
+    if route.lane == "sync":
+        ways.append(("lane", "batch"))
     if route.small == "sync":
         ways.append(("small", "batch"))
     if route.long_row is not None and route.long_row.lane == "sync":
@@ -332,6 +425,17 @@ def _clock(settings: Settings) -> Iterator[CrossFault]:
             ("clock.origin", "clock.started", "clock.speed"),
             "clock: a rehearsal needs clock.origin and clock.started, the same as the simulator's;"
             " for real work leave clock out",
+        )
+
+
+def _server(settings: Settings) -> Iterator[CrossFault]:
+    server = settings.server
+    has_webhooks = server.enabled and any(account.webhook_secret for account in settings.accounts.values())
+    if has_webhooks and server.webhooks == "own_process" and server.port == server.webhook_port != 0:
+        yield CrossFault(
+            ("server.port", "server.webhook_port", "server.webhooks"),
+            f"server.webhook_port: {server.webhook_port} is server.port as well; set another,"
+            " or server.webhooks to in_process",
         )
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import types
 from collections.abc import Iterator
+from datetime import datetime
+from decimal import Decimal
+from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from pydantic import BaseModel, SecretStr
+from pydantic import AwareDatetime, BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from batchferry.config import values
@@ -19,11 +22,14 @@ _BY_VALIDATOR = {
     values._seconds: "duration",  # noqa: SLF001 - same room: the validator is what marks the type
     values._size: "size",  # noqa: SLF001
     values._count: "count",  # noqa: SLF001
-    values._list: "list",  # noqa: SLF001
+    values.as_list: "list",
     values._window: "window",  # noqa: SLF001
     values._topic: "topic",  # noqa: SLF001
 }
-_BY_TYPE = {str: "text", int: "count", float: "number", bool: "yes/no", Path: "path", SecretStr: "secret"}
+_BY_TYPE: dict[Any, str] = {
+    str: "text", int: "count", float: "number", bool: "yes/no", Path: "path", SecretStr: "secret",
+    Decimal: "number", datetime: "instant", AwareDatetime: "instant", Any: "any JSON",
+}  # fmt: skip
 
 
 class SettingRow(NamedTuple):
@@ -63,6 +69,9 @@ def _rows(model: type[BaseModel], at: str) -> Iterator[SettingRow]:
         path = f"{at}{name}"
         if below is None:
             yield SettingRow(path, _type(info.annotation, info.metadata), _default(info, path), _why(info))
+            for optional in filter(None, map(_section, get_args(info.annotation))):
+                if type(None) in get_args(info.annotation):
+                    yield from _rows(optional, f"{path}.")
         elif get_origin(info.annotation) is dict:
             yield from _rows(below, f"{path}.<name>.")
         else:
@@ -93,12 +102,20 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
         return ", ".join(str(choice) for choice in arguments)
     if origin is dict:
         return f"mapping to {_type(arguments[1], [])}"
+    if origin is frozenset:
+        return "list"
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return ", ".join(str(choice.value) for choice in annotation)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
     if hasattr(annotation, "__metadata__"):
         return _type(annotation.__origin__, list(annotation.__metadata__))
-    return _BY_TYPE.get(annotation, "instant")
+    return _BY_TYPE[annotation]
 
 
 def _default(info: FieldInfo, path: str) -> str:
+    if info.is_required():
+        return ""
     value = info.get_default(call_default_factory=True, validated_data={})
     if value is None:
         return "null"
@@ -110,6 +127,6 @@ def _default(info: FieldInfo, path: str) -> str:
         return f"{value:_}"
     if isinstance(value, tuple):
         return ", ".join(value) or "none"
-    if isinstance(value, dict):
-        return json.dumps(value) if value else "none"
+    if isinstance(value, dict | frozenset):
+        return json.dumps(value if isinstance(value, dict) else sorted(value)) if value else "none"
     return str(value) or "none"

@@ -2,7 +2,9 @@
 
 Sources, the later one wins, key by key:
 
-1. ``OPENAI_API_KEY`` and ``OPENAI_BASE_URL``, for the account ``default`` only;
+1. the profile that an account names, or that of its ``provider``; with the key from the variable that the provider's
+   own tools read (``GROQ_API_KEY`` ...), for the account ``default`` or where no other account has the profile;
+   without a profile ``OPENAI_API_KEY`` and ``OPENAI_BASE_URL``, for the account ``default`` only;
 2. the YAML file (path from the flag, or from ``BATCHFERRY_CONFIG``);
 3. ``.env``;
 4. the environment: the Kafka field's own names (``KAFKA_BOOTSTRAP_SERVERS`` ...), then ``BATCHFERRY_*`` with
@@ -37,12 +39,15 @@ from batchferry.config.models import (
     KafkaSettings,
     Settings,
 )
+from batchferry.config.profiles import Profile, load_profile
 from batchferry.config.values import routes_by_name
 from batchferry.domain.errors import ConfigError
 
 CONFIG_VARIABLE = "BATCHFERRY_CONFIG"
 _MAX_FILE_BYTES = 1_000_000
 _MAX_SECRET_BYTES = 65_536
+_PROFILE_OF = {"anthropic": "anthropic", "gemini": "gemini", "mistral": "mistral"}
+"""Profiles of API families that one provider alone speaks."""
 _FALLBACKS = {"OPENAI_API_KEY": "api_key", "OPENAI_BASE_URL": "base_url"}
 _KAFKA_VARIABLES = {
     **{
@@ -101,11 +106,11 @@ def load_settings(
         _env_layer(known_env, "", faults),
         _flag_layer(overrides or {}),
     ]
-    _add_fallbacks(layers, {**dotenv, **known_env})
     for layer in layers:
         _spell_kafka_names(layer)
         _name_routes(layer, faults)
         _read_secret_files(layer, faults)
+    layers.insert(0, _account_layer(layers, {**dotenv, **known_env}, faults))
     return _validated(layers, faults)
 
 
@@ -254,15 +259,49 @@ def _flag_layer(overrides: Mapping[str, Any]) -> _Layer:
     return layer
 
 
-def _add_fallbacks(layers: list[_Layer], variables: Mapping[str, str]) -> None:
-    """Give the account ``default`` the key and address that OpenAI's own tools would use."""
-    accounts = [layer.data["accounts"] for layer in layers if "accounts" in layer.data]
-    if accounts and not any(isinstance(named, dict) and "default" in named for named in accounts):
-        return
-    given = {key: variables[name] for name, key in _FALLBACKS.items() if name in variables}
-    if given:
-        places: dict[Path_, str] = {("accounts", "default", key): name for name, key in _FALLBACKS.items()}
-        layers.insert(0, _Layer({"accounts": {"default": given}}, places))
+def _account_layer(layers: list[_Layer], variables: Mapping[str, str], faults: list[str]) -> _Layer:
+    """What is known of the accounts before anything is set: their profiles, and the usual variables."""
+    given: dict[str, dict[str, Any]] = {}
+    for layer in layers:
+        accounts = layer.data.get("accounts")
+        for name, account in accounts.items() if isinstance(accounts, dict) else ():
+            if isinstance(account, dict):
+                given.setdefault(str(name), {}).update(account)
+    if not any("accounts" in layer.data for layer in layers):
+        given["default"] = {}
+    made = _Layer({})
+    profiles: dict[str, Profile] = {}
+    for name, account in given.items():
+        wanted = account.get("profile") or _PROFILE_OF.get(str(account.get("provider")))
+        if wanted is None:
+            continue
+        try:
+            profile = load_profile(str(wanted))
+        except ConfigError as error:
+            faults.extend(f"accounts.{name}.profile: {fault}" for fault in error.faults)
+            continue
+        profiles[name] = profile
+        if profile.places and not account.get("base_url"):
+            faults.append(
+                f"accounts.{name}.base_url: missing; write your own in place of {{{profile.places[0]}}}"
+                f" in {profile.base_url}"
+            )
+        known = profile.settings() | {"profile": str(wanted)}
+        made.data.setdefault("accounts", {})[name] = known
+        for key in known:
+            made.places["accounts", name, key] = f"profile {profile.name}"
+    names = [profile.name for profile in profiles.values()]
+    for name, profile in profiles.items():
+        variable = profile.key_variable
+        if variable is not None and variable in variables and (name == "default" or names.count(profile.name) == 1):
+            made.data["accounts"][name]["api_key"] = variables[variable]
+            made.places["accounts", name, "api_key"] = variable
+    if "default" in given and "default" not in profiles:
+        plain = {key: variables[name] for name, key in _FALLBACKS.items() if name in variables}
+        if plain:
+            made.data.setdefault("accounts", {})["default"] = plain
+            made.places.update({("accounts", "default", key): name for name, key in _FALLBACKS.items()})
+    return made
 
 
 def _spell_kafka_names(layer: _Layer) -> None:

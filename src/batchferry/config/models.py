@@ -7,8 +7,12 @@ come from is in ``load.py``.
 from __future__ import annotations
 
 import fnmatch
+from dataclasses import fields
+from decimal import Decimal
+from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AwareDatetime,
@@ -17,12 +21,33 @@ from pydantic import (
     ConfigDict,
     Field,
     SecretStr,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from batchferry.config.values import Bytes, Count, Seconds, TextList, Topic, Window, named, routes_by_name, webhook_key
+from batchferry.config.values import (
+    Bytes,
+    Count,
+    FieldPath,
+    HeaderName,
+    Seconds,
+    Secrets,
+    TextList,
+    Topic,
+    Window,
+    as_list,
+    check_webhook_secret,
+    named,
+    routes_by_name,
+    webhook_key,
+    webhook_secrets,
+)
+from batchferry.domain.dialect import Dialect, UploadWay
+from batchferry.domain.masking import Masker, load_masker
+from batchferry.domain.money import PriceList, Prices, UnitPrices
+from batchferry.domain.personaldata import Rule
 from batchferry.domain.retry import Policy
 from batchferry.domain.rows import RowClass
 from batchferry.domain.times import (
@@ -33,7 +58,10 @@ from batchferry.domain.times import (
     parse_window_s,
     plan_waits,
 )
+from batchferry.domain.webhooktrust import MAX_STRETCH
 
+INLINE_PROVIDERS = frozenset({"anthropic"})
+"""API families whose create carries the rows."""
 ENV_PREFIX = "BATCHFERRY_"
 ENV_DELIMITER = "__"
 
@@ -178,10 +206,14 @@ class AccountLimits(_Section):
     """Bytes of one batch file (OpenAI's 200 MB)."""
     max_inputs: Positive = 50_000
     """Embedding inputs of one batch over all rows (OpenAI's limit)."""
+    max_line_bytes: Annotated[Bytes, Field(ge=4096)] | None = None
+    """Bytes of one line; null: as many as the file has."""
     enqueued_tokens: dict[str, Positive] = Field(default_factory=dict)
     """Most tokens waiting at the provider, by model; a model not named here is not bounded until it refuses."""
     batches_per_hour: Positive = 2_000
     """Creates of the whole fleet in an hour (OpenAI's limit)."""
+    max_files: Positive | None = None
+    """Files that the provider keeps for the account; an alarm tells of the last tenth; null: not bounded."""
     calls_per_minute: Positive = 600
     """Calls of the whole fleet in a minute that submit: uploads and creates. Polls have limits of their own."""
 
@@ -208,6 +240,9 @@ class SyncSettings(_Section):
 
     enabled: bool = True
     """Whether rows may go through it at all. Off: a deadline that no batch can keep is announced and missed."""
+    batch_chat: bool = False
+    """The lane calls the provider's batch-chat endpoint: the price of a batch, for a connection that is held until the
+    answer is there. Only with a profile that has one; allow ``call_timeout_s`` up to 3600."""
     max_concurrency: Positive = 16
     """Calls at one time and replica, at most; it adapts downwards to what the provider takes."""
     call_timeout_s: Annotated[Seconds, Field(ge=1, le=3600)] = 600.0
@@ -241,51 +276,203 @@ class TimeoutSettings(_Section):
     """The create call; without an answer by then the batch is looked up, never created blindly again."""
 
 
+class ModelPrice(_Section):
+    """What a model costs at this account, in USD for a million tokens outside a batch."""
+
+    input_usd: Annotated[Decimal, Field(ge=0, le=1_000_000, decimal_places=6)]
+    """Of input."""
+    output_usd: Annotated[Decimal, Field(ge=0, le=1_000_000, decimal_places=6)]
+    """Of output."""
+    batch_share: Annotated[Decimal, Field(gt=0, le=1, decimal_places=6)] = Decimal("0.5")
+    """What a batch costs of that."""
+
+
 class DialectSettings(_Section):
-    """Where a compatible server differs from OpenAI."""
+    """Where a compatible server differs from OpenAI. A profile fills this in; what stands here goes before it."""
 
     file_purpose: str = "batch"
     """The ``purpose`` of uploaded files."""
+    output_purpose: str = "batch_output"
+    """The ``purpose`` under which result files are listed."""
     batch_metadata: bool = True
     """Whether ``metadata`` may be sent with a create; without it our batches are found by their input file."""
     file_expiry: bool = True
     """Whether ``expires_after`` may be sent with an upload."""
+    list_page_size: Annotated[Positive, Field(le=100)] = 100
+    """Batches on one page of a list."""
+    file_page_size: Annotated[Positive, Field(le=10_000)] = 1_000
+    """Files on one page of a list."""
+    key_header: str = "authorization"
+    """Header of the key: a bearer token in ``authorization``, in any other the bare key."""
+    files_path: str = "/files"
+    """What follows the base address for files."""
+    batches_path: str = "/batches"
+    """What follows it for batches."""
+    endpoint_names: dict[str, str] = Field(default_factory=dict)
+    """The server's names of endpoints, by those of the requests."""
+    upload_way: UploadWay = UploadWay.FORM
+    """How a file gets there: one form, or announced and then put to a signed address."""
+    upload_fields: dict[str, str] = Field(default_factory=dict)
+    """Further fields of an upload's form."""
+    min_file_expiry_s: Annotated[Seconds, Field(ge=3600, le=2_592_000)] = 3600.0
+    """Shortest life that an upload may ask for; a shorter wish is raised to it."""
+    create_members: dict[str, Any] = Field(default_factory=dict)
+    """Further members of a create."""
+    cursor_param: str = "after"
+    """Query parameter of a list's cursor."""
+    unsure_throttles: bool = False
+    """Whether a create refused with 429 may have been carried out all the same, behind a gateway that repeats it."""
+    cancel_conflicts: frozenset[int] = frozenset()
+    """Statuses beside 409 by which a cancel says that the batch has ended already."""
+    sync_base_url: str | None = None
+    """Root of the sync lane where it is another address."""
+    sync_models: dict[str, str] = Field(default_factory=dict)
+    """Models of the sync lane, by those of the rows: what runs batches may not answer single calls."""
+    deployment_paths: bool = False
+    """Whether the sync lane's address names the model (Azure's dated addresses)."""
+
+    @model_validator(mode="after")
+    def _usable(self) -> Self:
+        faults = self.wire.faults()
+        if faults:
+            raise ValueError("; ".join(faults))
+        return self
+
+    @property
+    def wire(self) -> Dialect:
+        """What the adapter must know of it."""
+        members = {field.name: getattr(self, field.name) for field in fields(Dialect)}
+        return Dialect(**members | {"min_file_expiry_s": round(self.min_file_expiry_s)})
+
+
+class AnthropicSettings(_Section):
+    """What only Anthropic's API has."""
+
+    version: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")] = "2026-10-21"
+    """Sent as ``anthropic-version``; it decides which parameters a row may have. ``2023-06-01`` is taken too."""
+    betas: TextList = ()
+    """Sent as ``anthropic-beta``."""
+    workspace: str | None = None
+    """Sent as ``anthropic-workspace-id``, for keys that are not bound to one workspace."""
+    key_header: Literal["x-api-key", "authorization"] = "x-api-key"
+    """How the key is sent: as the documents say, or as a bearer token, as gateways may want it."""
+    cache_prompts: bool = False
+    """Mark system prompts for the provider's one-hour cache, in rows that set no mark themselves: worth it where many
+    rows share a long one, dearer where none do."""
+
+
+class WebhookSettings(_Section):
+    """What is sent to ``/webhooks/<account>``, and how its sender proves himself."""
+
+    auth: Literal["standard", "hmac", "header", "path"] = "standard"
+    """``standard``: signed as Standard Webhooks say (OpenAI, Gemini). ``hmac``: HMAC-SHA256 over the raw body, in a
+    header. For gateways that cannot sign, ``header``: the secret itself in a header; ``path``: the secret as the last
+    part of the address, ``/webhooks/<account>/<secret>``."""
+    header: HeaderName | None = None
+    """Header of ``hmac`` (else ``x-webhook-signature``) or of ``header`` (else ``x-webhook-secret``)."""
+    header_prefix: str = ""
+    """What stands before the value in that header (``sha256=``, ``Bearer``)."""
+    digest: Literal["hex", "base64"] = "hex"
+    """How an ``hmac`` is written."""
+    form: Literal["openai", "gemini", "generic"] | None = None
+    """Whose fields are read: ``data.id`` and ``type`` of OpenAI and Gemini, or ``batch_id`` and ``status`` of
+    ``generic``; null: as the account's provider has it."""
+    batch_id_field: FieldPath | None = None
+    """Where the batch is named, dots between the levels; null: as the form has it."""
+    status_field: FieldPath | None = None
+    """Where the status stands; null: as the form has it. It need not be there."""
+    batch_id_prefix: str | None = None
+    """Put before the name unless it is there already; null: ``batches/`` for Gemini, else nothing."""
+    running_statuses: TextList = ("created", "pending", "queued", "validating", "in_progress", "running", "processing")
+    """Statuses (``batch.running`` is ``running``) that tell of no end: acknowledged without effect."""
+    alarm_rejected: Positive = 5
+    """So many deliveries refused in a row, none taken between them, may raise an alarm,"""
+    alarm_quiet_s: Seconds = 900.0
+    """if none has been taken for so long: a secret was replaced on one side only."""
+
+
+_WEBHOOK_FORMS = {
+    "openai": ("data.id", "type", ""),
+    "gemini": ("data.id", "type", "batches/"),
+    "generic": ("batch_id", "status", ""),
+}
+"""Fields of the batch's name and the status, and what the name begins with."""
 
 
 class AccountSettings(_Section):
     """One account at a provider. A batch is always asked for with the account that made it."""
 
-    provider: Literal["openai"] = "openai"
-    """API family: OpenAI and whatever speaks like it."""
+    profile: str | None = None
+    """What is known of the provider, by name (``groq``, ``azure``, ``anthropic`` ...) or as the path of a file: its
+    address, windows, limits, prices and departures. Whatever is set beside it goes before it; null: that of
+    ``provider``, and for ``openai`` the defaults that stand here."""
+    provider: Literal["openai", "anthropic", "gemini", "mistral"] = "openai"
+    """API family: ``openai`` is OpenAI and whatever speaks like it."""
     base_url: str = "https://api.openai.com/v1"
     """Root of the API."""
     api_key: SecretStr | None = None
     """Key; by environment or file."""
     api_key_file: Path | None = None
     """File that holds the key."""
-    webhook_secret: SecretStr | None = None
-    """Signs what the provider sends to ``/webhooks/<account>`` (``whsec_...``); without one nothing is taken there."""
+    webhook: WebhookSettings = WebhookSettings()
+    webhook_secret: Secrets | None = None
+    """Signs what the provider sends to ``/webhooks/<account>`` (``whsec_...``); without one nothing is taken there.
+    Several, one a line or a list, while one is being replaced: any of them will do."""
     webhook_secret_file: Path | None = None
-    """File that holds it."""
+    """File that holds it, or them."""
     organization: str | None = None
     """Sent as ``OpenAI-Organization``."""
     project: str | None = None
     """Sent as ``OpenAI-Project``."""
     headers: dict[str, SecretStr] = Field(default_factory=dict)
     """Further headers of every call; gateways often want one. Taken for secrets."""
+    query: dict[str, str] = Field(default_factory=dict)
+    """Further query parameters of every call; no secrets."""
     completion_window: Window = "24h"
     """Window asked for, in the provider's words; it is the longest that a batch may take."""
     timeouts: TimeoutSettings = TimeoutSettings()
     limits: AccountLimits = AccountLimits()
     poll: PollSettings = PollSettings()
     sync: SyncSettings = SyncSettings()
+    prices: dict[str, ModelPrice] = Field(default_factory=dict)
+    """Your own prices by model (``*`` and ``?`` as in file names), before published ones; the first match is taken."""
+    price_provider: str | None = None
+    """Whose published prices apply: an id of the price data; null: those of ``provider``, empty: nobody's."""
+    batch_share: Annotated[Decimal, Field(gt=0, le=1, decimal_places=6)] | None = None
+    """What a batch costs of a published list price where no batch price is published; null: as is known of them."""
     file_expiry_s: Annotated[Seconds, Field(ge=3600, le=2_592_000)] | None = 1_209_600.0
     """Uploaded files delete themselves after so long (1 h to 30 d), in case we never come back; null: never."""
+    results_kept_s: Seconds | None = None
+    """Results are deleted by the provider so long after their batch was made: those that go first are fetched first,
+    and an alarm tells of results that may not be fetched in time; null: not known."""
     keep_files: bool = False
     """Leave input and result files at the provider after landing. Off: they hold prompts and answers."""
     max_concurrent_calls: Positive = 8
     """Calls at one time."""
     dialect: DialectSettings = DialectSettings()
+    anthropic: AnthropicSettings = AnthropicSettings()
+
+    @cached_property
+    def price_list(self) -> Prices:
+        """Whose prices apply."""
+        provider = self.provider if self.price_provider is None else self.price_provider
+        if not self.prices and self.batch_share is None:
+            return provider
+        named = tuple(
+            (pattern, UnitPrices.per_million(f"{one.input_usd:f}", f"{one.output_usd:f}", Fraction(one.batch_share)))
+            for pattern, one in self.prices.items()
+        )
+        return PriceList(provider, named, None if self.batch_share is None else Fraction(self.batch_share))
+
+    @property
+    def knows_models_of(self) -> str:
+        """Whose model names these are, in the price data; empty: nobody's."""
+        return self.provider if self.price_provider is None else self.price_provider
+
+    @property
+    def poll_cap_s(self) -> float:
+        """Longest pause between two polls of a batch; longer while webhooks prove to arrive."""
+        return self.poll.max_s * (1.0 if self.webhook_secret is None else MAX_STRETCH)
 
     @property
     def window_s(self) -> float:
@@ -293,15 +480,33 @@ class AccountSettings(_Section):
         return parse_window_s(self.completion_window)
 
     @property
-    def webhook_key(self) -> bytes | None:
-        """The key of webhook signatures; None while no secret is set."""
-        return None if self.webhook_secret is None else webhook_key(self.webhook_secret.get_secret_value())
+    def webhook_secrets(self) -> tuple[str, ...]:
+        """Each secret of webhooks as it was given; empty while none is set."""
+        return () if self.webhook_secret is None else webhook_secrets(self.webhook_secret.get_secret_value())
+
+    @property
+    def webhook_fields(self) -> tuple[str, str, str]:
+        """Where a delivery names its batch and its status, and what the name begins with."""
+        form = self.webhook.form or ("gemini" if self.provider == "gemini" else "openai")
+        batch_id, status, prefix = _WEBHOOK_FORMS[form]
+        given = self.webhook.batch_id_prefix
+        return (
+            self.webhook.batch_id_field or batch_id,
+            self.webhook.status_field or status,
+            prefix if given is None else given,
+        )
 
     @field_validator("webhook_secret")
     @classmethod
-    def _usable(cls, value: SecretStr | None) -> SecretStr | None:
-        if value is not None:
-            webhook_key(value.get_secret_value())
+    def _usable(cls, value: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
+        hook = info.data.get("webhook")
+        if value is None or hook is None:
+            return value
+        for secret in webhook_secrets(value.get_secret_value()):
+            if hook.auth == "standard":
+                webhook_key(secret)
+            else:
+                check_webhook_secret(secret, hook.auth)
         return value
 
     @field_validator("base_url")
@@ -316,6 +521,35 @@ class AccountSettings(_Section):
         if "?" in rest or "#" in rest:
             raise ValueError("an address must not hold a query or a fragment")
         return value.rstrip("/")
+
+
+class MaskSettings(_Section):
+    """Masking of personal data before anything of a request is written to disk or sent. The input topic is yours."""
+
+    masker: str | None = None
+    """``stock``, or the name of an entry point of the group batchferry.maskers; null: nothing is masked."""
+    rules: Annotated[tuple[Rule, ...], BeforeValidator(as_list, json_schema_input_type=list[Rule] | str)] = ()
+    """What ``stock`` looks for: email, iban, card, national-id, phone, ip; none named: all but ip."""
+    key: SecretStr | None = None
+    """Makes a placeholder the same wherever the same thing stands, so that answers can be joined; by environment or
+    file."""
+    key_file: Path | None = None
+    """File that holds the key."""
+    max_body_bytes: Bytes = 1_000_000
+    """A larger body is refused: dense ones take seconds, and nothing else happens meanwhile."""
+
+
+class ArchiveSettings(_Section):
+    """Copies of result files that outlive their landing."""
+
+    folder: Path | None = None
+    """A private folder, not inside ``state_dir``; null: nothing is kept. For an object store, mount it there."""
+    max_bytes: Bytes | None = None
+    """Of all files together; null: no bound."""
+    max_age_s: Seconds | None = None
+    """A file is deleted so long after it came; null: never."""
+    when_full: Literal["wait", "drop_oldest", "skip"] = "wait"
+    """What is done when a file cannot be kept: its batch waits, the oldest make room, or it is not kept and told."""
 
 
 class RetrySettings(_Section):
@@ -374,6 +608,13 @@ class RouteSettings(_Section):
     """Endpoints it takes; none named: all."""
     account: str = "default"
     """Account that pays."""
+    fallback: TextList = ()
+    """Accounts for new rows while the first one is held, in this order; rows that wait already stay with theirs."""
+    mask: bool = True
+    """Whether its requests are masked, where a masker is set."""
+    lane: Literal["batch", "sync"] = "batch"
+    """How its rows travel: in batches, or all of them one by one through the account's sync lane; meant for lanes of
+    batch chat, since any other is paid in full."""
     endpoint: Endpoint = "/v1/chat/completions"
     """Endpoint of a record that names none."""
     sla_s: Seconds = 30 * 3600.0
@@ -511,14 +752,20 @@ class LimitSettings(_Section):
 
 
 class ServerSettings(_Section):
-    """The admin address: probes, metrics, read-only JSON."""
+    """The admin address: probes, metrics, read-only JSON; and the webhook address."""
 
     enabled: bool = True
-    """Whether it is served at all."""
+    """Whether they are served at all."""
     host: str = "127.0.0.1"
     """Address to listen on; in a container ``0.0.0.0``, so that probes and Prometheus reach it."""
     port: Port = 8080
     """Port; 0 takes a free one."""
+    webhooks: Literal["own_process", "in_process"] = "own_process"
+    """Who takes webhooks once an account has a secret. ``own_process``: a process of their own at ``webhook_port``, so
+    that hundreds of deliveries a second take nothing from the landing of results. ``in_process``: this one, at
+    ``port``, beside the admin pages; saves 40 MB, and does for a few deliveries a second."""
+    webhook_port: Port = 8081
+    """Port of the webhook process; 0 takes a free one. A provider need reach no other."""
     token: SecretStr | None = None
     """When set, ``/api`` asks for it as a bearer token; probes and metrics never do."""
     token_file: Path | None = None
@@ -589,6 +836,8 @@ class Settings(BaseSettings):
     ] = Field(default_factory=lambda: {"default": RouteSettings(name="default")})
     """Routes by name, in the order in which they are tried; in a file also a list whose items have a ``name``."""
     limits: LimitSettings = LimitSettings()
+    mask: MaskSettings = MaskSettings()
+    archive: ArchiveSettings = ArchiveSettings()
     state_dir: Path = Path("state")
     """Folder of index, spool and result files. A cache: wiped at every start, so it is nobody else's folder."""
     server: ServerSettings = ServerSettings()
@@ -630,6 +879,26 @@ class Settings(BaseSettings):
     def account_of(self, route: RouteSettings) -> AccountSettings:
         """The account that pays for a route."""
         return self.accounts[route.account]
+
+    def masker(self) -> Masker | None:
+        """What masks requests.
+
+        Raises:
+            ConfigError: it cannot be loaded.
+        """
+        mask = self.mask
+        if mask.masker is None:
+            return None
+        key = None if mask.key is None else mask.key.get_secret_value().encode()
+        return load_masker(mask.masker, rules=frozenset(mask.rules) or None, hash_key=key)
+
+    def submit_ttl_s(self, account: str) -> float:
+        """How long (real seconds) after its intent was written a create at this account may be sent.
+
+        Where the rows travel in the create itself, the time of an upload is added.
+        """
+        paying = self.accounts[account]
+        return self.limits.submit_ttl_s + (paying.timeouts.upload_s if paying.provider in INLINE_PROVIDERS else 0.0)
 
     def wait_plan(self, route: RouteSettings) -> WaitPlan:
         """The deadline arithmetic of a route."""

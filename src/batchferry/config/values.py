@@ -8,9 +8,9 @@ import json
 import re
 from collections.abc import Mapping
 from decimal import Decimal
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
 from batchferry.domain.times import parse_duration_s, parse_window_s
 
@@ -31,6 +31,12 @@ _NAME = re.compile(r"[a-z0-9]+(?:[-_][a-z0-9]+)*")
 _TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
 _WEBHOOK_PREFIX = "whsec_"
 _WEBHOOK_KEY_MIN_BYTES = 16
+MAX_WEBHOOK_SECRETS = 8
+"""Of one account at one time: each costs a signature of every delivery."""
+_PLAIN_SECRET = re.compile(r"[A-Za-z0-9._~+/=-]+")
+_PATH_SECRET = re.compile(r"[A-Za-z0-9_~-][A-Za-z0-9._~-]*")
+_HEADER = re.compile(r"[A-Za-z0-9-]{1,64}")
+_FIELD = re.compile(r"[A-Za-z0-9_-]{1,64}(?:\.[A-Za-z0-9_-]{1,64}){0,7}")
 
 
 def _seconds(value: object) -> object:
@@ -62,7 +68,7 @@ def _no_flag(value: object) -> object:
     return value
 
 
-def _list(value: object) -> object:
+def as_list(value: object) -> object:
     """Take a list, JSON text of a list, or words with commas between them."""
     if not isinstance(value, str):
         return value
@@ -111,6 +117,52 @@ def webhook_key(secret: str) -> bytes:
     return key
 
 
+def webhook_secrets(text: str) -> tuple[str, ...]:
+    """The secrets of one account, one a line; several while one is being replaced.
+
+    Raises:
+        ValueError: none, too many, or one twice.
+    """
+    found = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not found:
+        raise ValueError(f"a secret of at least {_WEBHOOK_KEY_MIN_BYTES} bytes is wanted: copy that of the endpoint")
+    if len(found) > MAX_WEBHOOK_SECRETS:
+        raise ValueError(f"at most {MAX_WEBHOOK_SECRETS} secrets, one a line: leave out those no longer in use")
+    if len(set(found)) < len(found):
+        raise ValueError("one secret stands here twice: leave one out")
+    return found
+
+
+def check_webhook_secret(secret: str, use: Literal["hmac", "header", "path"]) -> None:
+    """Whether a secret can key a MAC, or stand as it is in a header or an address.
+
+    Raises:
+        ValueError: too short, or a character that would not arrive as it left; the text never says what it was.
+    """
+    if len(secret.encode()) < _WEBHOOK_KEY_MIN_BYTES:
+        raise ValueError(f"a secret of at least {_WEBHOOK_KEY_MIN_BYTES} bytes is wanted: make a random one")
+    if use != "hmac" and not (_PATH_SECRET if use == "path" else _PLAIN_SECRET).fullmatch(secret):
+        allowed = "._~-" if use == "path" else "._~+/=-"
+        raise ValueError(f"a secret of letters, digits and any of {allowed} is wanted: make a random one")
+
+
+def _lines(value: object) -> object:
+    """A list of secrets as one text, one a line: so a file, a variable and a list are read alike."""
+    return "\n".join(value) if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value) else value
+
+
+def _header(value: str) -> str:
+    if not _HEADER.fullmatch(value):
+        raise ValueError("not the name of a header: letters, digits and '-'")
+    return value.lower()
+
+
+def _field(value: str) -> str:
+    if not _FIELD.fullmatch(value):
+        raise ValueError("not a field: names of letters, digits, '_' and '-', with a full stop between the levels")
+    return value
+
+
 def routes_by_name(value: Any) -> Any:
     """A list of things with a ``name`` as a mapping, order kept; anything else as it is.
 
@@ -141,8 +193,13 @@ Count = Annotated[int, BeforeValidator(_count, json_schema_input_type=int | str)
 Window = Annotated[str, AfterValidator(_window)]
 """A completion window in the provider's own words (``24h``); it is sent as it stands."""
 Topic = Annotated[str, AfterValidator(_topic)]
-TextList = Annotated[tuple[str, ...], BeforeValidator(_list, json_schema_input_type=list[str] | str)]
+TextList = Annotated[tuple[str, ...], BeforeValidator(as_list, json_schema_input_type=list[str] | str)]
 """A list of texts; in an environment variable JSON, or words with commas between them."""
+Secrets = Annotated[SecretStr, BeforeValidator(_lines, json_schema_input_type=str | list[str])]
+"""Secrets of one purpose, one a line, or a list."""
+HeaderName = Annotated[str, AfterValidator(_header)]
+FieldPath = Annotated[str, AfterValidator(_field)]
+"""Where a value stands in a JSON object: ``batch_id``, ``data.id``."""
 
 named = AfterValidator(_names)
 """For mappings whose keys are names that we show and take from environment variables."""

@@ -26,6 +26,18 @@ def test_rows_tell_type_default_and_variable():
     assert rows["log.format"].type == "auto, json, human"
     assert rows["accounts.<name>.api_key"].type == "secret or null"
     assert rows["accounts.<name>.timeouts.connect_s"].default == "5 s"
+    assert rows["routes.<name>.policies"].type == "mapping to retry, sync, review, split, fail, hold"
+    assert rows["accounts.<name>.dialect.upload_way"].type == "form, signed_address"
+    assert rows["accounts.<name>.dialect.cancel_conflicts"][1:3] == ("list", "none")
+    assert rows["clock.origin"].type == "instant or null"
+
+
+def test_what_is_off_by_default_is_told_too():
+    """A section that need not be there is a row, and so is each setting in it."""
+    rows = {row.name: row for row in explain_settings()}
+    assert (rows["routes.<name>.canary"].type, rows["routes.<name>.canary"].default) == ("section or null", "null")
+    assert rows["routes.<name>.canary.gather_s"].default == "5 min"
+    assert rows["routes.<name>.long_row.lane"].type == "sync, own_batch"
 
 
 def test_every_unit_stands_at_the_end_of_the_name():
