@@ -9,18 +9,16 @@ from hypothesis import strategies as st
 from batchferry.domain.batcherrors import BatchErrorKind
 from batchferry.domain.rows import RowClass
 from batchferry.providers.openai.classes import (
-    BARE_STATUS_CLASSES,
     BATCH_CODES,
     CODE_PREFIXES,
     CODES,
     GENERIC_WORDS,
     SILENT_CODES,
-    STATUS_CLASSES,
     TYPES,
-    ErrorFacts,
     classify_batch_code,
     classify_row,
 )
+from batchferry.providers.verdicts import BARE_STATUS_CLASSES, STATUS_CLASSES, ErrorFacts
 
 INVALID = "invalid_request_error"
 A, T, R = RowClass.ACCOUNT, RowClass.TRANSIENT, RowClass.INVALID_REQUEST
@@ -52,6 +50,7 @@ KNOWN = [
     (400, INVALID, "billing_hard_limit_reached", "", A),
     (429, None, "billing_not_active", "", A),
     (400, None, "Arrearage", "", A),
+    (400, "no_db_connection", "no_db_connection", "", A),
     (429, "exceeded_current_quota_error", None, "", A),
     (402, "billing_error", None, "", A),
     # DeepSeek's unpaid account: a status that speaks, beside a code that only says "your request".

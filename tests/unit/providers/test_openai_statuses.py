@@ -28,7 +28,7 @@ def test_dialects(raw, status):
     assert read_status(raw) is status
 
 
-@pytest.mark.parametrize("raw", ["scheduling", "", "done?", "completed_with_errors"])
+@pytest.mark.parametrize("raw", ["dreaming", "", "done?", "completed_with_errors"])
 def test_an_unknown_word_is_never_an_end(raw):
     """A word nobody told us about is unknown, so the batch is polled on."""
     assert read_status(raw) is ProviderStatus.UNKNOWN

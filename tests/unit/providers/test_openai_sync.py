@@ -17,7 +17,7 @@ from batchferry.domain.provider import CallFailure, PaceHints, Usage
 from batchferry.domain.rows import ResultLine, RowClass, RowFlag, SyncAnswer
 from batchferry.providers.openai import OpenAIProvider
 from batchferry.providers.openai.lines import judge_answer, read_line
-from batchferry.providers.openai.synccall import endpoint_address
+from batchferry.providers.synccall import endpoint_address
 
 EMBEDDINGS = "/v1/embeddings"
 BODY = b'{"model":"gpt-5-mini",  "messages":[{"role":"user","content":"caf\\u00e9 1.0e2"}]}'
@@ -201,6 +201,7 @@ async def test_an_answer_without_sense(raw: bytes, row_class: RowClass, code: st
         (401, error(code="invalid_api_key"), RowClass.ACCOUNT, CallFailure.ACCOUNT, "invalid_api_key"),
         (403, error(), RowClass.ACCOUNT, CallFailure.ACCOUNT, "invalid_request_error"),
         (404, error(code="model_not_found"), RowClass.MODEL_UNAVAILABLE, CallFailure.NOT_FOUND, "model_not_found"),
+        (404, error(code="unknown_url"), RowClass.MODEL_UNAVAILABLE, CallFailure.NOT_FOUND, "unknown_url"),
         (429, error(code="rate_limit_exceeded"), RowClass.TRANSIENT, CallFailure.THROTTLED, "rate_limit_exceeded"),
         (429, error(code="insufficient_quota"), RowClass.ACCOUNT, CallFailure.ACCOUNT, "insufficient_quota"),
         (500, error(kind="server_error"), RowClass.TRANSIENT, CallFailure.UNAVAILABLE, "server_error"),
@@ -208,7 +209,10 @@ async def test_an_answer_without_sense(raw: bytes, row_class: RowClass, code: st
     ],
 )
 async def test_refusals(status: int, body: dict[str, Any], row_class: RowClass, kind: CallFailure, code: str) -> None:
-    """Every refusal has the class a row would have and the kind a call would have, and keeps its evidence."""
+    """Every refusal has the class a row would have and the kind a call would have, and keeps its evidence.
+
+    Save one: an address that nobody knows is not the row's fault, so its key is held and the row waits.
+    """
     got = await call(Server(answer(status, body, {"x-request-id": "req_9"})))
     assert got.failure is not None
     assert (got.failure.call, got.failure.kind, got.failure.http_status, got.failure.code) == (

@@ -3,37 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from urllib.parse import urlsplit
+from dataclasses import dataclass, field
 
+from batchferry.domain.dialect import OPENAI_DIALECT, Dialect
 from batchferry.domain.errors import ConfigError
+from batchferry.providers.connection import DEFAULT_TIMEOUTS, CallTimeouts, connection_faults
 from batchferry.providers.retries import DEFAULT_RETRIES, CallRetries
 
 OPENAI_BASE_URL = "https://api.openai.com/v1"
-
-
-@dataclass(frozen=True, slots=True)
-class CallTimeouts:
-    """Deadlines of calls, in seconds of the wall clock."""
-
-    connect_s: float = 5.0
-    """Until a connection stands."""
-    pool_s: float = 30.0
-    """Until one of the account's connections is free."""
-    read_s: float = 60.0
-    """Between two pieces of an answer."""
-    write_s: float = 60.0
-    """Between two pieces of a request."""
-    download_read_s: float = 120.0
-    """Between two pieces of a file: some servers assemble it while we wait."""
-    call_s: float = 120.0
-    """A whole small call (retrieve, list, cancel, delete)."""
-    create_s: float = 60.0
-    """The whole create call; without an answer by then the batch is looked up, never created blindly again."""
-    upload_s: float = 900.0
-    """One whole try of an upload: 200 MB at about 2 Mbit/s."""
-    download_s: float = 900.0
-    """One whole try of a download."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +25,8 @@ class OpenAIAccount:
     base_url: str = OPENAI_BASE_URL
     """Root of the API, the version included."""
     api_key: str = field(default="", repr=False)
-    """Sent as a bearer token; empty sends none (servers without a key, or one that is in ``headers``)."""
+    """Sent as a bearer token, or in the dialect's own header; empty sends none (servers without a key, or one that is
+    in ``headers``)."""
     organization: str | None = None
     project: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -57,7 +35,7 @@ class OpenAIAccount:
     """Further query parameters of every call (Azure's ``api-version``)."""
     completion_window: str = "24h"
     """Window of a create that names none."""
-    timeouts: CallTimeouts = CallTimeouts()
+    timeouts: CallTimeouts = DEFAULT_TIMEOUTS
     retries: CallRetries = DEFAULT_RETRIES
     max_connections: int = 8
     """Calls at one time; a further one waits ``pool_s``."""
@@ -83,6 +61,8 @@ class OpenAIAccount:
     """Whether an upload may carry ``expires_after``."""
     output_expires_after_s: int | None = None
     """Life of result files, 3,600 to 2,592,000 s from their creation; None leaves it to the server."""
+    dialect: Dialect = OPENAI_DIALECT
+    """The server's departures from OpenAI's ways."""
 
     def __post_init__(self) -> None:
         faults = [f"account {self.name}: {fault}" for fault in self._faults()]
@@ -90,41 +70,13 @@ class OpenAIAccount:
             raise ConfigError(faults)
 
     def _faults(self) -> list[str]:
-        faults: list[str] = []
-        url = urlsplit(self.base_url)
-        if url.scheme not in {"http", "https"} or not url.hostname:
-            faults.append("base_url is no address: write one like https://host/v1")
-        if url.username or url.password:
-            faults.append("base_url holds a password: give it as api_key or in headers")
-        if url.query or url.fragment:
-            faults.append("base_url holds a query or a fragment: give parameters in query")
-        if not _fits_header(self.api_key):
-            faults.append("api_key holds blanks, line breaks or non-ASCII characters: check how it was pasted")
-        own = {"OpenAI-Organization": self.organization or "", "OpenAI-Project": self.project or ""}
-        for name, value in {**self.headers, **own}.items():
-            if not name.isascii() or not name.isprintable() or not value.isascii() or not value.isprintable():
-                faults.append(f"header {name!r} holds line breaks or non-ASCII characters: remove them")
-        bounds = (
-            "max_connections",
-            "max_sync_connections",
-            "max_upload_bytes",
-            "max_download_bytes",
-            "max_answer_bytes",
+        faults = connection_faults(
+            self, {"OpenAI-Organization": self.organization or "", "OpenAI-Project": self.project or ""}
         )
-        faults.extend(f"{bound} must be at least 1" for bound in bounds if getattr(self, bound) < 1)
         if not 1 <= self.list_page_size <= 100:
             faults.append("list_page_size must be 1 to 100")
         if not 1 <= self.file_page_size <= 10_000:
             faults.append("file_page_size must be 1 to 10000")
-        faults.extend(
-            f"{timeout.name} must be above 0"
-            for timeout in fields(self.timeouts)
-            if getattr(self.timeouts, timeout.name) <= 0
-        )
         if self.output_expires_after_s is not None and not 3600 <= self.output_expires_after_s <= 2_592_000:
             faults.append("output_expires_after_s must be 3600 to 2592000")
-        return faults
-
-
-def _fits_header(text: str) -> bool:
-    return text.isascii() and all("!" <= character <= "~" for character in text)
+        return faults + self.dialect.faults()

@@ -1,26 +1,23 @@
-"""The calls of an OpenAI-shaped account over httpx, as ``ports.BatchProvider``.
+"""The calls of an OpenAI-shaped account, as ``ports.BatchProvider``.
 
-Every call answers with a value: what was asked for, or a ``CallFailed``. Repeats follow the one table in
-``providers.retries``; a create is sent once, over a connection of its own, so that neither a retry nor a stale
-kept-alive connection can make two bills of it.
+What sets its servers apart stands in the account's dialect. Connections, repeats and deadlines stand in
+``providers.calls``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import NamedTuple, TypeVar
-from urllib.parse import quote
 
 import httpx
 import msgspec
 
-from batchferry import __version__
 from batchferry.domain.batcherrors import BatchErrorKind
+from batchferry.domain.dialect import UploadWay
 from batchferry.domain.errors import InvariantBroken
 from batchferry.domain.ids import FileId, ProviderBatchId
 from batchferry.domain.provider import (
@@ -36,37 +33,21 @@ from batchferry.domain.provider import (
 )
 from batchferry.domain.rows import ResultLine, SyncAnswer, UnreadableLine
 from batchferry.ports import Clock, UploadSource
-from batchferry.providers import http
+from batchferry.providers import failures, http
+from batchferry.providers.calls import Answer, Form, HttpCalls, Miss, exactly, nonsense_answer, path_segment
 from batchferry.providers.openai import errors, wire
 from batchferry.providers.openai.account import OpenAIAccount
 from batchferry.providers.openai.classes import classify_batch_code
-from batchferry.providers.openai.lines import read_line
-from batchferry.providers.openai.synccall import SyncCaller
+from batchferry.providers.openai.lines import judge_answer, read_line
+from batchferry.providers.openai.synccall import LaneCaller
 from batchferry.providers.retries import Call
+from batchferry.providers.shapes import NotOurShape, read_json
+from batchferry.providers.synccall import SyncCaller
 
-_T = TypeVar("_T")
-
-KEEP_ALIVE_S = 5.0
-"""Idle connections are closed early, before the servers and balancers on the way do it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Miss:
-    """A try that failed, with the server's ``x-should-retry``."""
-
-    failure: CallFailed
-    should_retry: bool | None = None
+_LINK, _OUTPUT, _ERROR = "link", "output", "error"
 
 
-class _Answer(NamedTuple):
-    """A whole 2xx answer."""
-
-    status: int
-    headers: httpx.Headers
-    body: bytes
-
-
-class OpenAIProvider:
+class OpenAIProvider(HttpCalls):
     """One account; safe for concurrent use within one event loop. ``close`` it when done.
 
     Args:
@@ -76,6 +57,8 @@ class OpenAIProvider:
         rng: source of the jitter.
     """
 
+    is_inline = False
+
     def __init__(
         self,
         account: OpenAIAccount,
@@ -83,50 +66,22 @@ class OpenAIProvider:
         transport: httpx.AsyncBaseTransport | None = None,
         rng: Random | None = None,
     ) -> None:
-        self.name = account.name
+        super().__init__(account, _account_headers(account), clock, errors.refused, transport, rng)
         self.account = account
-        self._clock = clock
-        self._rng = rng or Random()  # noqa: S311 (spreads retries, guards nothing)
-        self._skew = http.SkewMeter()
-        self._base = account.base_url.rstrip("/")
-        self._headers = _account_headers(account)
-        tls = httpx.create_ssl_context() if transport is None else True
-        times = account.timeouts
-        self._timeout = httpx.Timeout(
-            connect=times.connect_s, read=times.read_s, write=times.write_s, pool=times.pool_s
-        )
-        self._download_timeout = httpx.Timeout(
-            connect=times.connect_s, read=times.download_read_s, write=times.write_s, pool=times.pool_s
-        )
-
-        def client(connections: int, kept_alive: int) -> httpx.AsyncClient:
-            return httpx.AsyncClient(
-                transport=transport,
-                verify=tls,
-                timeout=self._timeout,
-                limits=httpx.Limits(
-                    max_connections=connections,
-                    max_keepalive_connections=kept_alive,
-                    keepalive_expiry=KEEP_ALIVE_S,
-                ),
-                headers={"user-agent": f"batchferry/{__version__}"},
-                follow_redirects=False,
-            )
-
-        self._client = client(account.max_connections, account.max_connections)
-        # A create on a kept-alive connection that the server has just closed would count as unanswered.
-        self._create_client = client(account.max_connections, 0)
-        self._sync_client = client(account.max_sync_connections, 0)
-        self._sync = SyncCaller(
+        self._dialect = account.dialect
+        caller = SyncCaller(
             client=self._sync_client,
-            base_url=self._base,
+            base_url=(account.dialect.sync_base_url or self._base).rstrip("/"),
             headers=self._headers,
             query=dict(account.query),
             max_answer_bytes=account.max_answer_bytes,
             is_watched=transport is None,
             now=clock.now,
             note=self._skew.note,
+            refuse=errors.refused,
+            judge=judge_answer,
         )
+        self._sync = LaneCaller(caller, account.dialect)
 
     # ------------------------------------------------------------------------------------- the calls
 
@@ -150,82 +105,107 @@ class OpenAIProvider:
         if size_bytes > self.account.max_upload_bytes:
             return CallFailed(Call.UPLOAD, CallFailure.REJECTED, code="file_too_large", is_definite=True)
         fields = {"purpose": self.account.file_purpose}
+        fields |= self._dialect.upload_fields
+        if self._dialect.upload_way is UploadWay.SIGNED_ADDRESS:
+            fields |= {"file_name": file_name, "file_type": "jsonl", "checksum": await _sha256(source)}
+            return await self._patiently(lambda: self._upload_by_address(Form(fields), source))
         if expires_after_s is not None and self.account.send_file_expiry:
-            fields |= {"expires_after[anchor]": "created_at", "expires_after[seconds]": str(expires_after_s)}
-        form = _Form(fields, file_name, source, size_bytes)
+            life_s = max(expires_after_s, self._dialect.min_file_expiry_s)
+            fields |= {"expires_after[anchor]": "created_at", "expires_after[seconds]": str(life_s)}
+        form = Form(fields, file_name, source)
 
-        async def attempt() -> UploadedFile | _Miss:
+        async def attempt() -> UploadedFile | Miss:
             answer = await self._exchange(
                 Call.UPLOAD,
                 "POST",
-                "/files",
+                self._dialect.files_path,
                 content=form.chunks(),
                 headers={"content-type": form.content_type, "content-length": str(form.size_bytes)},
                 total_s=self.account.timeouts.upload_s,
             )
-            if isinstance(answer, _Miss):
+            if isinstance(answer, Miss):
                 return answer
             try:
-                uploaded, status = wire.read_file(wire.read_json(answer.body))
-            except wire.NotOurShape:
-                return _nonsense(Call.UPLOAD, answer, "unreadable_answer")
+                uploaded, status = wire.read_file(read_json(answer.body))
+            except NotOurShape:
+                return nonsense_answer(Call.UPLOAD, answer, "unreadable_answer")
             if uploaded.size_bytes not in {0, size_bytes}:
-                return _nonsense(Call.UPLOAD, answer, "size_mismatch")
+                return nonsense_answer(Call.UPLOAD, answer, "size_mismatch")
             if status == "error":
-                return _Miss(CallFailed(Call.UPLOAD, CallFailure.REJECTED, answer.status, "file_status_error"))
+                return Miss(CallFailed(Call.UPLOAD, CallFailure.REJECTED, answer.status, "file_status_error"))
             return UploadedFile(uploaded.file_id, size_bytes, uploaded.expires_at)
 
         return await self._patiently(attempt)
 
+    async def create_inline(
+        self,
+        source: UploadSource,  # noqa: ARG002 (never called)
+        endpoint: str,  # noqa: ARG002
+        model: str,  # noqa: ARG002
+    ) -> BatchSnapshot | CallFailed:
+        """Batches of this family are made of files: this is never to be called.
+
+        Raises:
+            InvariantBroken: always.
+        """
+        raise InvariantBroken(f"account {self.name} makes batches of files, not inline")
+
     async def create(
-        self, file_id: FileId, endpoint: str, completion_window: str, metadata: Mapping[str, str]
+        self,
+        file_id: FileId,
+        endpoint: str,
+        completion_window: str,
+        metadata: Mapping[str, str],
+        model: str = "",  # noqa: ARG002 (the model stands in each row)
     ) -> BatchSnapshot | CallFailed:
         """Ask once for a batch. An outcome that is not clear is ``UNANSWERED``: look the batch up."""
         account = self.account
         wanted: dict[str, object] = {
             "input_file_id": file_id,
-            "endpoint": endpoint,
+            "endpoint": self._dialect.endpoint(endpoint),
             "completion_window": completion_window or account.completion_window,
         }
         if metadata and account.send_metadata:
             wanted["metadata"] = dict(metadata)
         if account.output_expires_after_s is not None:
             wanted["output_expires_after"] = {"anchor": "created_at", "seconds": account.output_expires_after_s}
+        wanted |= self._dialect.create_members
         answer = await self._exchange(
             Call.CREATE,
             "POST",
-            "/batches",
+            self._dialect.batches_path,
             content=msgspec.json.encode(wanted),
             headers={"content-type": "application/json"},
             total_s=account.timeouts.create_s,
             file_id=file_id,
         )
-        if isinstance(answer, _Miss):
+        if isinstance(answer, Miss):
             return answer.failure
         batch = _read_batch(Call.CREATE, answer)
-        return batch.failure if isinstance(batch, _Miss) else batch
+        return batch.failure if isinstance(batch, Miss) else batch
 
     async def retrieve(self, provider_batch_id: ProviderBatchId) -> BatchSnapshot | CallFailed:
         """The batch as it is now."""
-        return await self._batch_call(Call.RETRIEVE, "GET", f"/batches/{_path(provider_batch_id)}")
+        return await self._batch_call(Call.RETRIEVE, "GET", self._batch_path(provider_batch_id))
 
     async def cancel(self, provider_batch_id: ProviderBatchId) -> BatchSnapshot | CallFailed:
         """Ask for the end of a batch; ``CONFLICT`` when it has ended already. Asking twice is harmless."""
-        return await self._batch_call(Call.CANCEL, "POST", f"/batches/{_path(provider_batch_id)}/cancel")
+        return await self._batch_call(Call.CANCEL, "POST", f"{self._batch_path(provider_batch_id)}/cancel")
 
     async def list_batches(self, cursor: str | None = None) -> BatchPage | CallFailed:
         """A page of batches, newest first; ``cursor`` is the previous page's ``next_cursor``."""
         page_size = self.account.list_page_size
-        params = {"limit": str(page_size)} | ({"after": cursor} if cursor else {})
+        params = {"limit": str(page_size)} | ({self._dialect.cursor_param: cursor} if cursor else {})
 
-        async def attempt() -> BatchPage | _Miss:
-            answer = await self._exchange(Call.LIST, "GET", "/batches", params=params)
-            if isinstance(answer, _Miss):
+        async def attempt() -> BatchPage | Miss:
+            answer = await self._exchange(Call.LIST, "GET", self._dialect.batches_path, params=params)
+            if isinstance(answer, Miss):
                 return answer
             try:
-                return wire.read_batch_page(wire.read_json(answer.body), cursor, page_size)
-            except wire.NotOurShape:
-                return _nonsense(Call.LIST, answer, "unreadable_answer")
+                page = wire.read_batch_page(read_json(answer.body), cursor, page_size)
+                return replace(page, batches=tuple(map(_hide_links, page.batches)))
+            except NotOurShape:
+                return nonsense_answer(Call.LIST, answer, "unreadable_answer")
 
         return await self._patiently(attempt)
 
@@ -237,42 +217,49 @@ class OpenAIProvider:
         account = self.account
         purpose = account.file_purpose if role is FileRole.INPUT else account.output_purpose
         page_size = account.file_page_size
-        params = {"purpose": purpose, "order": "desc", "limit": str(page_size)} | ({"after": cursor} if cursor else {})
+        params = {"purpose": purpose, "order": "desc", "limit": str(page_size)}
+        params |= {self._dialect.cursor_param: cursor} if cursor else {}
 
-        async def attempt() -> FilePage | _Miss:
-            answer = await self._exchange(Call.LIST_FILES, "GET", "/files", params=params)
-            if isinstance(answer, _Miss):
+        async def attempt() -> FilePage | Miss:
+            answer = await self._exchange(Call.LIST_FILES, "GET", self._dialect.files_path, params=params)
+            if isinstance(answer, Miss):
                 return answer
             try:
-                return wire.read_file_page(wire.read_json(answer.body), cursor, page_size, purpose)
-            except wire.NotOurShape:
-                return _nonsense(Call.LIST_FILES, answer, "unreadable_answer")
+                return wire.read_file_page(read_json(answer.body), cursor, page_size, purpose)
+            except NotOurShape:
+                return nonsense_answer(Call.LIST_FILES, answer, "unreadable_answer")
 
         return await self._patiently(attempt)
 
     async def download(self, file_id: FileId, to: Path) -> DownloadedFile | CallFailed:
         """Fetch a file's content to ``to`` (0600), each try from its beginning; ``to`` appears only when whole.
 
-        Redirects are followed; another host gets neither the key nor any other header of the account.
+        Redirects are followed; another host gets neither the key nor any other header of the account. Where a server
+        names an address in place of a file id, every try first asks the batch for a fresh one: such addresses expire.
 
         Raises:
             StoreUnavailable: the disk does not take it.
         """
-        return await self._patiently(lambda: self._download_once(file_id, to))
+        return await self._patiently(lambda: self._fetch(file_id, to))
 
     async def delete_file(self, file_id: FileId) -> CallFailed | None:
-        """None when the file is gone. A 404 counts as gone unless it is the web page of some gateway."""
+        """None when the file is gone. A 404 counts as gone unless it is the web page of some gateway.
 
-        async def attempt() -> CallFailed | _Miss | None:
-            answer = await self._exchange(Call.DELETE, "DELETE", f"/files/{_path(file_id)}")
-            if isinstance(answer, _Miss):
+        Results behind an address of their own have no file that could be deleted: they go when the server says so.
+        """
+        if _link_of(file_id) is not None:
+            return None
+
+        async def attempt() -> CallFailed | Miss | None:
+            answer = await self._exchange(Call.DELETE, "DELETE", self._file_path(file_id))
+            if isinstance(answer, Miss):
                 return None if answer.failure.kind is CallFailure.NOT_FOUND else answer
             try:
-                value = wire.read_json(answer.body) if answer.body else None
-            except wire.NotOurShape:
+                value = read_json(answer.body) if answer.body else None
+            except NotOurShape:
                 return None
             if isinstance(value, dict) and value.get("deleted") is False:
-                return _nonsense(Call.DELETE, answer, "not_deleted")
+                return nonsense_answer(Call.DELETE, answer, "not_deleted")
             return None
 
         return await self._patiently(attempt)
@@ -289,13 +276,17 @@ class OpenAIProvider:
 
     # --------------------------------------------------------------------------------------- the lines
 
+    def check_request(self, endpoint: str, body: bytes) -> tuple[str, str] | None:  # noqa: ARG002 (the provider decides)
+        """None: what a batch refuses is known from its answer only."""
+        return None
+
     def render_line(self, url: str, body: bytes) -> bytes:
-        """The request line behind its ``custom_id`` member, with the line feed.
+        """The request line behind its ``custom_id`` member, with the line feed; the endpoint by the server's name.
 
         Raises:
             ValueError: the body holds a raw line break.
         """
-        return wire.request_line(url, body)
+        return wire.request_line(self._dialect.endpoint(url), body)
 
     def line_head(self, wire_id: str) -> bytes:
         """What goes in front of a rendered line."""
@@ -309,150 +300,128 @@ class OpenAIProvider:
         """What one entry of a failed batch's error list is about."""
         return classify_batch_code(error.code, error.param, error.line)
 
-    @property
-    def clock_skew_s(self) -> float | None:
-        """Provider's clock minus ours in seconds; None before the first answer."""
-        return self._skew.skew_s
-
-    async def close(self) -> None:
-        """Close all connections."""
-        await self._client.aclose()
-        await self._create_client.aclose()
-        await self._sync_client.aclose()
-
     # ----------------------------------------------------------------------------------------- inside
 
-    async def _patiently(self, attempt: Callable[[], Awaitable[_T | _Miss]]) -> _T | CallFailed:
-        """Try as often as the table says; pauses are slept on the service's clock."""
-        began = self._clock.monotonic()
-        tries = 0
-        while True:
-            outcome = await attempt()
-            if not isinstance(outcome, _Miss):
-                return outcome
-            tries += 1
-            pause_s = self.account.retries.pause_before_next(
-                outcome.failure, tries, self._clock.monotonic() - began, outcome.should_retry, self._rng
-            )
-            if pause_s is None:
-                return outcome.failure
-            await self._clock.sleep(pause_s)
-
     async def _batch_call(self, call: Call, method: str, path: str) -> BatchSnapshot | CallFailed:
-        async def attempt() -> BatchSnapshot | _Miss:
+        async def attempt() -> BatchSnapshot | Miss:
             answer = await self._exchange(call, method, path)
-            return answer if isinstance(answer, _Miss) else _read_batch(call, answer)
+            return answer if isinstance(answer, Miss) else _read_batch(call, answer)
 
         return await self._patiently(attempt)
 
-    async def _exchange(
-        self,
-        call: Call,
-        method: str,
-        path: str,
-        *,
-        params: Mapping[str, str] | None = None,
-        content: bytes | AsyncIterator[bytes] | None = None,
-        headers: Mapping[str, str] | None = None,
-        total_s: float | None = None,
-        file_id: str | None = None,
-    ) -> _Answer | _Miss:
-        """One request and its whole answer, whatever becomes of it."""
-        client = self._create_client if call is Call.CREATE else self._client
-        request = client.build_request(
-            method,
-            self._base + path,
-            params={**self.account.query, **(params or {})},
-            content=content,
-            headers={"accept": "application/json", **self._headers, **(headers or {})},
+    def _refused(self, call: Call, response: httpx.Response, body: bytes, file_id: str | None = None) -> Miss:
+        miss = super()._refused(call, response, body, file_id)
+        failure = miss.failure
+        if call is Call.CREATE and failure.kind is CallFailure.THROTTLED and self._dialect.unsure_throttles:
+            failure = replace(failure, kind=CallFailure.UNANSWERED, is_definite=False)
+        if call is Call.CANCEL and response.status_code in self._dialect.cancel_conflicts:
+            failure = replace(failure, kind=CallFailure.CONFLICT)
+        return replace(miss, failure=failure)
+
+    def _file_path(self, file_id: str) -> str:
+        return f"{self._dialect.files_path}/{path_segment(file_id)}"
+
+    def _batch_path(self, batch_id: str) -> str:
+        return f"{self._dialect.batches_path}/{path_segment(batch_id)}"
+
+    async def _upload_by_address(self, form: Form, source: UploadSource) -> UploadedFile | Miss:
+        """One try of ``UploadWay.SIGNED_ADDRESS``.
+
+        The server knows contents by their checksum: a file that an earlier try has brought is answered by 409 and its
+        id. It is never somebody else's file, since the rows' ids in it are ours.
+        """
+        upload_s = self.account.timeouts.upload_s
+        announced = await self._exchange(
+            Call.UPLOAD,
+            "POST",
+            self._dialect.files_path,
+            content=form.chunks(),
+            headers={"content-type": form.content_type, "content-length": str(form.size_bytes)},
+            takes=frozenset({302, 409}),
         )
+        if isinstance(announced, Miss):
+            return announced
+        if announced.status == 409:
+            file_id = wire.known_file(announced.body)
+            if file_id is None:
+                return nonsense_answer(Call.UPLOAD, announced, "conflict_without_file")
+            return UploadedFile(file_id, source.size_bytes)
+        file_id, address = wire.announced_file(announced.headers)
+        if file_id is None or address is None:
+            return nonsense_answer(Call.UPLOAD, announced, "no_upload_address")
         try:
-            async with asyncio.timeout(total_s or self.account.timeouts.call_s):
-                response = await client.send(request, stream=True)
-                try:
-                    self._skew.note(response.headers, self._clock.now())
-                    body = await http.read_whole(response, self.account.max_answer_bytes)
-                finally:
-                    await response.aclose()
+            async with asyncio.timeout(upload_s):
+                refusal = await self._put(address, source)
         except http.BREAKS as error:
-            return _Miss(errors.broken(call, http.fault_of(error)))
-        if response.is_success:
-            return _Answer(response.status_code, response.headers, body)
-        return self._refused(call, response, body, file_id)
+            return Miss(failures.broken(Call.UPLOAD, http.fault_of(error)))
+        if refusal is not None:
+            return refusal
+        done = await self._exchange(
+            Call.UPLOAD, "POST", f"{self._file_path(file_id)}/preprocess", content=b"", total_s=upload_s
+        )
+        return done if isinstance(done, Miss) else UploadedFile(file_id, source.size_bytes)
 
-    def _refused(self, call: Call, response: httpx.Response, body: bytes, file_id: str | None = None) -> _Miss:
-        failure = errors.refused(call, response.status_code, response.headers, body, self._clock.now(), file_id)
-        return _Miss(failure, http.should_retry(response.headers))
-
-    async def _download_once(self, file_id: FileId, to: Path) -> DownloadedFile | _Miss:
-        home = httpx.URL(f"{self._base}/files/{_path(file_id)}/content", params=dict(self.account.query))
-        try:
-            async with asyncio.timeout(self.account.timeouts.download_s):
-                target = home
-                for _ in range(http.MAX_REDIRECTS + 1):
-                    request = self._client.build_request(
-                        "GET",
-                        target,
-                        # A compressed answer would hide whether its length is the promised one.
-                        headers={"accept": "*/*", "accept-encoding": "identity"}
-                        | (self._headers if http.same_origin(target, home) else {}),
-                        timeout=self._download_timeout,
+    async def _put(self, address: httpx.URL, source: UploadSource) -> Miss | None:
+        """Put the bytes at a signed address, without any header of the account."""
+        home = httpx.URL(self._base)
+        if home.scheme == "https" and address.scheme != "https":
+            raise http.BadRedirect
+        for _ in range(http.MAX_REDIRECTS + 1):
+            request = self._client.build_request(
+                "PUT",
+                address,
+                content=exactly(source, source.size_bytes),
+                headers={"content-length": str(source.size_bytes)},
+            )
+            response = await self._client.send(request, stream=True)
+            try:
+                if response.is_success:
+                    return None
+                if not response.is_redirect:
+                    # The storage's refusal says nothing about our account: the next try gets a new address.
+                    failure = CallFailed(
+                        Call.UPLOAD, CallFailure.UNAVAILABLE, response.status_code, code="upload_address_refused"
                     )
-                    response = await self._client.send(request, stream=True)
-                    try:
-                        self._skew.note(response.headers, self._clock.now())
-                        if response.is_success:
-                            return await http.save_body(response, to, self.account.max_download_bytes)
-                        if not response.is_redirect:
-                            body = await http.read_whole(response, self.account.max_answer_bytes)
-                            return self._refused(Call.DOWNLOAD, response, body)
-                        target = http.redirect_target(response)
-                    finally:
-                        await response.aclose()
-                raise http.BadRedirect
-        except http.BREAKS as error:
-            return _Miss(errors.broken(Call.DOWNLOAD, http.fault_of(error)))
+                    return Miss(failure)
+                address = http.redirect_target(response)
+            finally:
+                await response.aclose()
+        raise http.BadRedirect
+
+    async def _fetch(self, file_id: FileId, to: Path) -> DownloadedFile | Miss:
+        link = _link_of(file_id)
+        fresh = None if link is None else await self._fresh_link(link)
+        if isinstance(fresh, Miss):
+            return fresh
+        return await self._download_once(f"{self._file_path(file_id)}/content", to, address=fresh)
+
+    async def _fresh_link(self, link: tuple[str, str]) -> httpx.URL | Miss:
+        """The address under which a batch's result file lies now."""
+        role, batch_id = link
+        answer = await self._exchange(Call.DOWNLOAD, "GET", self._batch_path(batch_id))
+        if isinstance(answer, Miss):
+            return answer
+        try:
+            batch = wire.read_batch(read_json(answer.body))
+            address = httpx.URL((batch.output_file_id if role == _OUTPUT else batch.error_file_id) or "")
+        except (NotOurShape, httpx.InvalidURL):
+            return nonsense_answer(Call.DOWNLOAD, answer, "unreadable_answer")
+        if not address.host or address.scheme not in {"https", httpx.URL(self._base).scheme}:
+            return nonsense_answer(Call.DOWNLOAD, answer, "bad_redirect")
+        return address
 
 
-class _Form:
-    """A multipart body of known length around a file that is streamed.
-
-    httpx's own multipart takes blocking files only; ours asks the source for chunks and knows its size before.
-    """
-
-    def __init__(self, fields: Mapping[str, str], file_name: str, source: UploadSource, file_bytes: int) -> None:
-        boundary = f"batchferry-{secrets.token_hex(16)}"
-        head = "".join(
-            f'--{boundary}\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
-            for name, value in fields.items()
-        )
-        head += (
-            f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="{file_name}"\r\n'
-            "Content-Type: application/jsonl\r\n\r\n"
-        )
-        self._head = head.encode()
-        self._tail = f"\r\n--{boundary}--\r\n".encode()
-        self._source = source
-        self._file_bytes = file_bytes
-        self.content_type = f"multipart/form-data; boundary={boundary}"
-        self.size_bytes = len(self._head) + file_bytes + len(self._tail)
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The whole body, from its beginning."""
-        yield self._head
-        sent = 0
-        async for chunk in self._source.chunks():
-            sent += len(chunk)
-            if sent > self._file_bytes:
-                break
-            yield chunk
-        if sent != self._file_bytes:
-            raise InvariantBroken(f"an upload of {self._file_bytes} bytes gave {sent}")
-        yield self._tail
+async def _sha256(source: UploadSource) -> str:
+    sha = hashlib.sha256()
+    async for chunk in exactly(source, source.size_bytes):
+        sha.update(chunk)
+    return sha.hexdigest()
 
 
 def _account_headers(account: OpenAIAccount) -> dict[str, str]:
-    headers = {"authorization": f"Bearer {account.api_key}"} if account.api_key else {}
+    dialect = account.dialect
+    key = f"Bearer {account.api_key}" if dialect.is_bearer else account.api_key
+    headers = {dialect.key_header.lower(): key} if account.api_key else {}
     if account.organization:
         headers["openai-organization"] = account.organization
     if account.project:
@@ -460,17 +429,31 @@ def _account_headers(account: OpenAIAccount) -> dict[str, str]:
     return headers | {name.lower(): value for name, value in account.headers.items()}
 
 
-def _path(provider_id: str) -> str:
-    """An id as one path segment: some servers' ids hold slashes, or are whole base64 texts."""
-    return quote(provider_id, safe="")
-
-
-def _nonsense(call: Call, answer: _Answer, code: str) -> _Miss:
-    return _Miss(errors.nonsense(call, answer.status, answer.headers, code), http.should_retry(answer.headers))
-
-
-def _read_batch(call: Call, answer: _Answer) -> BatchSnapshot | _Miss:
+def _read_batch(call: Call, answer: Answer) -> BatchSnapshot | Miss:
     try:
-        return wire.read_batch(wire.read_json(answer.body))
-    except wire.NotOurShape:
-        return _nonsense(call, answer, "unreadable_answer")
+        return _hide_links(wire.read_batch(read_json(answer.body)))
+    except NotOurShape:
+        return nonsense_answer(call, answer, "unreadable_answer")
+
+
+def _hide_links(batch: BatchSnapshot) -> BatchSnapshot:
+    """Put an id of ours in place of an address that stands where a file id belongs.
+
+    Whoever has such an address can read the answers, and file ids are logged; it also expires, which ours does not.
+    """
+
+    def shown(file_id: FileId | None, role: str) -> FileId | None:
+        is_link = file_id is not None and file_id.startswith(("https://", "http://"))
+        return FileId(f"{_LINK}:{role}:{batch.provider_batch_id}") if is_link else file_id
+
+    output, error = shown(batch.output_file_id, _OUTPUT), shown(batch.error_file_id, _ERROR)
+    if (output, error) == (batch.output_file_id, batch.error_file_id):
+        return batch
+    return replace(batch, output_file_id=output, error_file_id=error)
+
+
+def _link_of(file_id: str) -> tuple[str, str] | None:
+    """Role and batch of an id that ``_hide_links`` has made; None for any other."""
+    kind, _, rest = file_id.partition(":")
+    role, _, batch_id = rest.partition(":")
+    return (role, batch_id) if kind == _LINK and role in {_OUTPUT, _ERROR} and batch_id else None

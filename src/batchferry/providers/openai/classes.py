@@ -1,34 +1,19 @@
-"""How a row's end, and a whole batch's refusal, are judged: tables, read from top to bottom.
+"""OpenAI's tables, by which a row's end and a whole batch's refusal are judged.
 
-A row that did not succeed is judged by the first of these that knows it:
-
-1. the code inside the error (or, when no HTTP answer was had, the line's outer code): ``CODES``, then
-   ``CODE_PREFIXES``;
-2. the error's type, where it says something of its own: ``TYPES``;
-3. a piece of the error's message, on a 4xx, or where a word of ``GENERIC_WORDS`` stands for the status: ``FRAGMENTS``;
-4. the HTTP status, where it means the same whatever the code: ``STATUS_CLASSES``;
-5. a code or type that only says "your request": ``GENERIC_WORDS``;
-6. statuses that mean something only where nothing above spoke: ``BARE_STATUS_CLASSES``.
-
-**The default.** What no table knows takes the class of its status's hundred: a 4xx is about the row
-(``invalid_request``), anything else is not (``transient``). Without any status it is ``transient``: worth one more
-try. Such a verdict is marked ``is_unknown``, and so is one that a status gave although the error had a code that no
-table knows: the class stands, but the code is worth a line here, so it is counted.
-
-Codes and types are compared in lower case. They are those of OpenAI (its error guide, help pages and OpenAPI
-description), Azure, DashScope, Moonshot, the LiteLLM gateway, and open-source servers with the same shapes.
+How they are walked, and what becomes of what they do not know, stands in ``providers.verdicts``. The codes and types
+are those of OpenAI (its error guide, help pages and OpenAPI description), Azure, DashScope, Moonshot, the LiteLLM
+gateway, and open-source servers with the same shapes.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from enum import StrEnum
 from types import MappingProxyType
-from typing import NamedTuple
 
 from batchferry.domain.batcherrors import BatchErrorKind
 from batchferry.domain.rows import RowClass
+from batchferry.providers.verdicts import ErrorFacts, RowTables, Verdict
 
 ACCOUNT_CODES = frozenset(
     {
@@ -44,6 +29,8 @@ ACCOUNT_CODES = frozenset(
         "unsupported_country_region_territory",
         "arrearage",
         "exceeded_current_quota_error",
+        # A LiteLLM gateway without a database, asked with a key that is not its own: a 400.
+        "no_db_connection",
     }
 )
 """Codes that speak about the account whatever the status: waiting or repeating does not help, a person must act."""
@@ -197,53 +184,6 @@ FRAGMENTS: tuple[tuple[re.Pattern[str], RowClass], ...] = (
         RowClass.MODEL_UNAVAILABLE,
     ),
 )
-STATUS_CLASSES: Mapping[int, RowClass] = MappingProxyType(
-    dict.fromkeys((401, 402, 403, 407), RowClass.ACCOUNT)
-    # 0: the provider's own call of the model broke. 499: the caller was gone. 529: overloaded.
-    | dict.fromkeys((0, 408, 425, 429, 499, 500, 502, 503, 504, 529), RowClass.TRANSIENT)
-)
-BARE_STATUS_CLASSES: Mapping[int, RowClass] = MappingProxyType(
-    # A conflict that blames nothing in the request is one of timing.
-    {409: RowClass.TRANSIENT} | dict.fromkeys((413, 415, 422), RowClass.INVALID_REQUEST)
-)
-
-
-class OurCode(StrEnum):
-    """Codes of our own, for ends that the provider has no word for."""
-
-    NO_RESPONSE_NO_ERROR = "no_response_no_error"
-    """``response`` and ``error`` of the line are both null or absent: it says nothing at all."""
-    EMPTY_BODY = "empty_body"
-    """A 2xx without a body."""
-    EMPTY_ANSWER = "empty_answer"
-    """A 2xx whose body has the form of an answer and nothing in it."""
-    NO_STATUS = "no_status"
-    """A response without a status, whose body is neither an answer nor an error."""
-    UNREADABLE_ANSWER = "unreadable_answer"
-    """A 2xx of the sync endpoint whose body cannot be read."""
-    BROKEN_OFF = "broken_off"
-    """The server says itself that it broke off: a ``finish_reason`` of ``BROKEN_REASONS``."""
-
-
-OUR_CODES: Mapping[OurCode, RowClass] = MappingProxyType(
-    dict.fromkeys(OurCode, RowClass.TRANSIENT) | {OurCode.UNREADABLE_ANSWER: RowClass.UNREADABLE}
-)
-"""None of them blames the row."""
-
-UNANSWERED_STATUSES = frozenset({"failed", "cancelled", "in_progress", "queued"})
-"""``status`` of the responses endpoint that is no answer. Where the body names an error the row is judged by that; else
-it is transient, with the code ``response_<status>``. ``completed`` and ``incomplete`` are answers."""
-
-TRUNCATED_REASONS = frozenset({"length", "max_tokens", "model_length", "model_context_window_exceeded", "time_limit"})
-"""``finish_reason`` of a cut answer: OpenAI's word, and those of Mistral, Zhipu, watsonx and gateways to Claude."""
-FILTERED_REASONS = frozenset({"content_filter", "sensitive"})
-"""``finish_reason`` of an answer that a filter stopped: OpenAI's word and Zhipu's."""
-CALL_REASONS = frozenset({"tool_calls", "function_call", "tool_use"})
-"""``finish_reason`` of a model that waits for what its tools say."""
-BROKEN_REASONS = frozenset({"error", "abort", "cancelled", "network_error", "insufficient_system_resource"})
-"""``finish_reason`` of an answer that the server broke off: Mistral and OpenRouter, vLLM and SGLang, watsonx, Zhipu,
-DeepSeek."""
-
 BATCH_CODES: Mapping[str, BatchErrorKind] = MappingProxyType(
     dict.fromkeys(ACCOUNT_CODES, BatchErrorKind.ACCOUNT)
     | {
@@ -276,55 +216,19 @@ BATCH_CODES: Mapping[str, BatchErrorKind] = MappingProxyType(
 FILE_PARAMS = frozenset({"file_id", "input_file_id"})
 
 
-class ErrorFacts(NamedTuple):
-    """What an error says of itself, whatever its shape. ``code`` and ``type`` are words, ``message`` is payload."""
-
-    type: str | None = None
-    code: str | None = None
-    message: str = ""
-    param: str | None = None
-    http_status: int | None = None
-    """A status hidden in the error: a numeric code, or ``HTTP 429`` in the text of servers that have no other place."""
-
-
-NO_FACTS = ErrorFacts()
-
-
-class Verdict(NamedTuple):
-    """The class of a row that did not succeed, and whether no table knew what its error says."""
-
-    row_class: RowClass
-    is_unknown: bool = False
+TABLES = RowTables(
+    codes=CODES,
+    code_prefixes=CODE_PREFIXES,
+    types=TYPES,
+    generic_words=GENERIC_WORDS,
+    fragments=FRAGMENTS,
+    silent_codes=SILENT_CODES,
+)
 
 
 def classify_row(http_status: int | None, facts: ErrorFacts) -> Verdict:
     """Judge a row that did not succeed; ``http_status`` None when there was no HTTP answer."""
-    code, kind = (facts.code or "").lower(), (facts.type or "").lower()
-    found = CODES.get(code)
-    if found is None and code:
-        found = next((row_class for prefix, row_class in CODE_PREFIXES if code.startswith(prefix)), None)
-    if found is None:
-        found = TYPES.get(kind)
-    if found is not None:
-        return Verdict(found)
-    status = http_status
-    if status is None or 200 <= status < 300:
-        status = facts.http_status
-    generic = GENERIC_WORDS.get(code) or GENERIC_WORDS.get(kind)
-    is_about_request = generic is not None if status is None else 400 <= status < 500
-    if is_about_request:
-        for pattern, row_class in FRAGMENTS:
-            if pattern.search(facts.message):
-                return Verdict(row_class)
-    is_new_code = bool(code) and code not in GENERIC_WORDS and code not in SILENT_CODES
-    found = STATUS_CLASSES.get(-1 if status is None else status)
-    if found is None and is_about_request:
-        found = generic
-    if found is None:
-        found = BARE_STATUS_CLASSES.get(-1 if status is None else status)
-    if found is not None:
-        return Verdict(found, is_new_code)
-    return Verdict(RowClass.INVALID_REQUEST if is_about_request else RowClass.TRANSIENT, is_unknown=True)
+    return TABLES.classify(http_status, facts)
 
 
 def classify_batch_code(code: str, param: str | None, line: int | None) -> BatchErrorKind:

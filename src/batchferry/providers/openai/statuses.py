@@ -1,8 +1,8 @@
 """Status words of OpenAI-shaped servers, and what they are to us: one table.
 
 OpenAI's own eight come first; then spellings and words of servers that keep its shapes (Together and Novita write
-capitals and ``PROGRESS``, gateways pass on what stands behind them). A word that is not here is ``UNKNOWN``: it is
-kept as it came and polled on, since guessing an end would abandon rows.
+capitals and ``PROGRESS``, AIBrix ``scheduling``, gateways pass on what stands behind them). A word that is not here is
+``UNKNOWN``: it is kept as it came and polled on, since guessing an end would abandon rows.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ STATUSES: Mapping[str, ProviderStatus] = MappingProxyType(
         # dialects
         "queued": ProviderStatus.VALIDATING,
         "pending": ProviderStatus.VALIDATING,
+        "created": ProviderStatus.VALIDATING,
+        "scheduling": ProviderStatus.VALIDATING,
         "running": ProviderStatus.IN_PROGRESS,
         "progress": ProviderStatus.IN_PROGRESS,
         "processing": ProviderStatus.IN_PROGRESS,

@@ -1,101 +1,43 @@
-"""One row at the ordinary endpoint: sent once, judged like a line of a result file, read for what it says of the pace.
-
-The calls have connections of their own, so that a hundred slow answers never keep a poll waiting, and none of them
-is kept alive: a kept-alive connection that the server has just closed would leave a call without a clear end, and
-its row would perhaps be paid twice.
-"""
+"""One row at the ordinary endpoint of an OpenAI-shaped server, at the lane's own address and model."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from urllib.parse import quote
 
-import httpx
+import msgspec
 
-from batchferry.domain.rows import ResultLine, RowClass, SyncAnswer
-from batchferry.providers import http
-from batchferry.providers.openai import errors
-from batchferry.providers.openai.lines import judge_answer
-from batchferry.providers.retries import Call
-
-_BROKEN_CLASSES = {"answer_too_large": RowClass.OUTCOME_TOO_LARGE}
-"""Classes of calls without a whole answer, by code; every other one is transient. The size will not change."""
-_DEADLINE = "call_timeout"
+from batchferry.domain.dialect import Dialect
+from batchferry.domain.rows import SyncAnswer
+from batchferry.providers.synccall import SyncCaller, endpoint_address
 
 
-def endpoint_address(base_url: str, endpoint: str) -> str:
-    """The address of an endpoint such as ``/v1/chat/completions`` under a base that names the version already.
-
-    The base's own version stands (``https://host/v1``, ``https://host/openai/v1beta``, or none at all): only what
-    follows the endpoint's version is put behind it.
-    """
-    path = endpoint.lstrip("/")
-    version, _, rest = path.partition("/")
-    if rest and version[:1] == "v" and version[1:2].isdigit():
-        path = rest
-    return f"{base_url.rstrip('/')}/{path}"
+def _for_lane(body: bytes, models: Mapping[str, str]) -> tuple[bytes, str]:
+    """The body with the lane's model in place of the row's, and that model; without a ``model`` member as it was."""
+    members = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    if "model" not in members:
+        return body, ""
+    model = msgspec.json.decode(members["model"], type=str)
+    if model not in models:
+        return body, model
+    members["model"] = msgspec.Raw(msgspec.json.encode(models[model]))
+    return msgspec.json.encode(members), models[model]
 
 
 @dataclass(frozen=True, slots=True)
-class SyncCaller:
-    """Makes the calls of one account. ``note`` is told the headers of every answer."""
+class LaneCaller:
+    """Makes the calls of one account as its dialect wants them."""
 
-    client: httpx.AsyncClient
-    base_url: str
-    headers: dict[str, str]
-    query: dict[str, str]
-    max_answer_bytes: int
-    is_watched: bool
-    """Whether the transport names its events: then a call that never left us can be told from one that did."""
-    now: Callable[[], datetime]
-    note: Callable[[httpx.Headers, datetime], None]
+    caller: SyncCaller
+    dialect: Dialect
 
     async def call(self, endpoint: str, body: bytes, timeout_s: float) -> SyncAnswer:
         """As ``BatchProvider.answer`` says."""
-        watch = http.SendWatch()
-        request = self.client.build_request(
-            "POST",
-            endpoint_address(self.base_url, endpoint),
-            params=self.query,
-            content=body,
-            headers={"accept": "application/json", **self.headers, "content-type": "application/json"},
-            extensions={"trace": watch.note} if self.is_watched else {},
-        )
-        # An answer that is not streamed begins when it is finished: only the whole call has a deadline.
-        request.extensions["timeout"] = request.extensions["timeout"] | {"read": None, "pool": None}
-        response: httpx.Response | None = None
-        try:
-            async with asyncio.timeout(timeout_s):
-                response = await self.client.send(request, stream=True)
-                try:
-                    self.note(response.headers, self.now())
-                    content = await http.read_whole(response, self.max_answer_bytes)
-                finally:
-                    await response.aclose()
-        except http.BREAKS as error:
-            fault = http.fault_of(error)
-            if response is not None and not response.is_success:
-                # The status alone does not say whether it is about the row (a filter, its length) or about us.
-                line = ResultLine("", RowClass.TRANSIENT, response.status_code, code=fault.code)
-                failure = errors.refused(Call.ANSWER, response.status_code, response.headers, b"", self.now())
-                return SyncAnswer(line, failure, http.pace_hints(response.headers, self.now()))
-            if fault.code == _DEADLINE and self.is_watched and not watch.has_sent:
-                fault = fault._replace(never_sent=True)
-            row_class = _BROKEN_CLASSES.get(fault.code, RowClass.TRANSIENT)
-            return SyncAnswer(ResultLine("", row_class, code=fault.code), errors.broken(Call.ANSWER, fault))
-        if not response.is_success:
-            return self._refused(response, content, endpoint)
-        line = judge_answer(response.status_code, errors.request_id(response.headers), content, endpoint)
-        return SyncAnswer(line, None, http.pace_hints(response.headers, self.now()))
-
-    def _refused(self, response: httpx.Response, content: bytes, endpoint: str) -> SyncAnswer:
-        status, headers, now = response.status_code, response.headers, self.now()
-        failure = errors.refused(Call.ANSWER, status, headers, content, now)
-        if failure.code == errors.GATEWAY_PAGE:
-            # Nobody who knows the row has seen it.
-            line = ResultLine("", RowClass.TRANSIENT, status, failure.request_id, code=failure.code)
-        else:
-            line = judge_answer(status, failure.request_id, content, endpoint)
-        return SyncAnswer(line, failure, http.pace_hints(headers, now))
+        base_url = self.caller.base_url
+        if self.dialect.sync_models or self.dialect.deployment_paths:
+            body, model = _for_lane(body, self.dialect.sync_models)
+            if self.dialect.deployment_paths:
+                base_url = f"{base_url}/deployments/{quote(model, safe='')}"
+        address = endpoint_address(base_url, self.dialect.endpoint(endpoint))
+        return await self.caller.call(endpoint, body, timeout_s, address)
