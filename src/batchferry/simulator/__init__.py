@@ -25,8 +25,10 @@ from batchferry.simulator.scenario import (
     RunCurve,
     Scenario,
     SyncScript,
+    WebhookScript,
     WeightedOutcome,
     load_scenario,
+    with_webhooks,
 )
 from batchferry.simulator.server import Simulator, create_app, run_forever, serve
 from batchferry.simulator.settings import DEFAULT_KEY, ClockSettings, SimulatorSettings
@@ -56,10 +58,12 @@ __all__ = [
     "Simulator",
     "SimulatorSettings",
     "SyncScript",
+    "WebhookScript",
     "WeightedOutcome",
     "body_digest",
     "create_app",
     "load_scenario",
     "run_forever",
     "serve",
+    "with_webhooks",
 ]

@@ -11,6 +11,7 @@
 | ``GET, POST, DELETE /_sim/faults``; ``DELETE /_sim/faults/{number}`` | rules in force; POST takes one or a list |
 | ``GET /_sim/gate/{name}?count=&wait_s=`` | waits (30 s at most) until that many calls came to the gate |
 | ``POST /_sim/gate/{name}/release`` | opens it, or lets ``{"count": n}`` calls through |
+| ``GET /_sim/webhooks?limit=`` | where webhooks go and how the newest deliveries fared; no secrets |
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from batchferry.simulator.bill import RowCount
 from batchferry.simulator.clock import ManualSimClock
 from batchferry.simulator.faults import FaultPlan, FaultRule
 from batchferry.simulator.jsontext import dump_json, parse_json
+from batchferry.simulator.webhooks import WebhookSender
 from batchferry.simulator.world import World
 
 _MAX_PAGE_ROWS = 10_000
@@ -46,10 +48,13 @@ class _BadCall(Exception):
 class Admin:
     """The handlers of ``/_sim``."""
 
-    def __init__(self, world: World, faults: FaultPlan, activity: Activity) -> None:
+    def __init__(
+        self, world: World, faults: FaultPlan, activity: Activity, webhooks: WebhookSender | None = None
+    ) -> None:
         self._world = world
         self._faults = faults
         self._activity = activity
+        self._webhooks = webhooks
 
     def routes(self) -> list[Route]:
         """Every admin call with its path."""
@@ -67,6 +72,7 @@ class Admin:
             ("DELETE", "/_sim/faults/{number:int}", self._take_fault_away),
             ("GET", "/_sim/gate/{name}", self._gate),
             ("POST", "/_sim/gate/{name}/release", self._release),
+            ("GET", "/_sim/webhooks", self._show_webhooks),
         ]
         return [Route(path, self._guarded(handler), methods=[method]) for method, path, handler in table]
 
@@ -188,6 +194,12 @@ class Admin:
         gate = self._faults.gate(request.path_params["name"])
         await gate.release(count)
         return JSONResponse({"waiting": gate.waiting, "passed": gate.passed})
+
+    async def _show_webhooks(self, request: Request) -> Response:
+        limit = _number(request, "limit", 1_000)
+        if limit > _MAX_PAGE_ROWS:
+            raise _BadCall(f"limit must be at most {_MAX_PAGE_ROWS}")
+        return JSONResponse(None if self._webhooks is None else self._webhooks.describe(limit))
 
 
 async def _object(request: Request) -> dict[str, Any]:

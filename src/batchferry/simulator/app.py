@@ -79,7 +79,12 @@ async def hang_up(scope: Scope, receive: Receive) -> None:
         pass
 
 
-async def _read_body(request: Request, max_bytes: int) -> bytes:
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body of a call.
+
+    Raises:
+        Refused: 413.
+    """
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -108,6 +113,17 @@ class _Incoming:
             held.append(await self._next())
         self._held = held
 
+    async def copy(self) -> Receive:
+        """Another ``receive`` with the whole body; this one still has it too."""
+        if not self._held:
+            await self.hold()
+        again = deque(self._held)
+
+        async def receive() -> Message:
+            return again.popleft() if again else await self._receive()
+
+        return receive
+
     async def _next(self) -> Message:
         message = await self._receive()
         if message["type"] != "http.request" or not message.get("more_body", False):
@@ -120,7 +136,7 @@ class _Incoming:
             await self()
 
 
-class _Download(FileResponse):
+class Download(FileResponse):
     """A file from disk, in pieces large enough that 200 MB do not cost thousands of thread switches."""
 
     chunk_size = _PIECE_BYTES
@@ -131,6 +147,7 @@ class _PartialResponse(Response):
 
     def __init__(self, whole: Response, share: float, *, honest: bool) -> None:
         super().__init__(status_code=whole.status_code, media_type=whole.media_type)
+        self.headers.update(whole.headers)
         self._whole = whole
         self._share = share
         self._honest = honest
@@ -166,7 +183,7 @@ class _PartialResponse(Response):
             await hang_up(scope, receive)
 
 
-class _Call:
+class ServedCall:
     """One kind of call as an ASGI application: faults, authorisation, work, headers."""
 
     def __init__(self, surface: Surface, name: CallName, work: Work) -> None:
@@ -185,24 +202,29 @@ class _Call:
         hits = faults.draw(self._name)
         fault = next((hit for hit in hits if hit.kind is not FaultKind.GATE), None)
         gates = [hit for hit in hits if hit.kind is FaultKind.GATE]
-        if gates and self._name is not CallName.UPLOAD:
+        is_delayed = fault is not None and fault.kind is FaultKind.DELAY
+        if (gates or is_delayed) and self._name is not CallName.UPLOAD:
             # The call has arrived whole: its caller may go away while it is held, and it is carried out all the same.
             await incoming.hold()
+        if fault is not None and fault.kind is FaultKind.REPEAT:
+            await self._do_work(Request(scope, await incoming.copy()))
         await self._pass_gates(gates, after_work=False)
         if fault is not None and fault.kind is FaultKind.DROP:
             await hang_up(scope, receive)
             return
         response: Response | None
         if fault is not None and fault.kind is FaultKind.ANSWER and not fault.after_work:
-            response = _fault_response(fault)
+            response = self._fault_response(fault)
         else:
             response = await self._do_work(Request(scope, incoming))
             await self._pass_gates(gates, after_work=True)
             if response is None or (fault is not None and fault.kind is FaultKind.LOSE_REPLY):
                 await hang_up(scope, receive)
                 return
-            if fault is not None:
-                response = _changed(fault, response)
+            if fault is not None and fault.kind is FaultKind.DELAY:
+                await self._surface.world.wait(fault.delay_s)
+            elif fault is not None and fault.kind is not FaultKind.REPEAT:
+                response = self._changed(fault, response)
         await incoming.drain()
         self._surface.stamp(response)
         await response(scope, receive, send)
@@ -216,37 +238,37 @@ class _Call:
         try:
             return await self._work(request, self._surface.project_of(request))
         except Refused as refused:
-            return JSONResponse(refused.body, refused.status, refused.headers)
+            return JSONResponse(self._surface.refusal(refused), refused.status, refused.headers)
 
+    def _changed(self, fault: FaultRule, response: Response) -> Response:
+        if fault.kind is FaultKind.ANSWER:
+            return self._fault_response(fault)
+        return _PartialResponse(response, fault.share, honest=fault.kind is FaultKind.SHORTEN)
 
-def _changed(fault: FaultRule, response: Response) -> Response:
-    if fault.kind is FaultKind.ANSWER:
-        return _fault_response(fault)
-    return _PartialResponse(response, fault.share, honest=fault.kind is FaultKind.SHORTEN)
-
-
-def _fault_response(fault: FaultRule) -> Response:
-    headers: dict[str, str] = {}
-    if fault.retry_after_s is not None:
-        headers["retry-after"] = f"{fault.retry_after_s:g}"
-    if fault.retry_after_ms is not None:
-        headers["retry-after-ms"] = str(fault.retry_after_ms)
-    if fault.should_retry is not None:
-        headers["x-should-retry"] = str(fault.should_retry).lower()
-    if fault.body is not None:
-        kind = "application/json" if fault.body.lstrip().startswith("{") else "text/html"
-        return Response(fault.body, fault.status, headers, media_type=kind)
-    body = envelope(fault.status, fault.message, fault.error_type, fault.error_code, fault.error_param)
-    return JSONResponse(body, fault.status, headers)
+    def _fault_response(self, fault: FaultRule) -> Response:
+        headers: dict[str, str] = {}
+        if fault.retry_after_s is not None:
+            headers["retry-after"] = f"{fault.retry_after_s:g}"
+        if fault.retry_after_ms is not None:
+            headers["retry-after-ms"] = str(fault.retry_after_ms)
+        if fault.should_retry is not None:
+            headers["x-should-retry"] = str(fault.should_retry).lower()
+        if fault.body is not None:
+            kind = "application/json" if fault.body.lstrip().startswith("{") else "text/html"
+            return Response(fault.body, fault.status, headers, media_type=kind)
+        error = envelope(fault.status, fault.message, fault.error_type, fault.error_code, fault.error_param)["error"]
+        return JSONResponse(self._surface.error_body(fault.status, error), fault.status, headers)
 
 
 class Surface:
     """The calls of the API over one ``World``."""
 
-    def __init__(self, settings: SimulatorSettings, world: World, faults: FaultPlan) -> None:
+    def __init__(
+        self, settings: SimulatorSettings, world: World, faults: FaultPlan, activity: Activity | None = None
+    ) -> None:
         self.world = world
         self.faults = faults
-        self.activity = Activity()
+        self.activity = activity or Activity()
         self._keys = [(key.get_secret_value().encode(), project) for key, project in settings.keys.items()]
 
     def routes(self) -> list[Route]:
@@ -265,9 +287,17 @@ class Surface:
             *((CallName.SYNC, "POST", endpoint, self._sync) for endpoint in ANSWERED_ENDPOINTS),
         ]
         return [
-            Route(path, _Call(self, name, work), methods=[method], name=f"{name}:{path}")
+            Route(path, ServedCall(self, name, work), methods=[method], name=f"{name}:{path}")
             for name, method, path, work in table
         ]
+
+    def error_body(self, status: int, error: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002 (others need it)
+        """The body of an answer that is no success; ``error`` has the members of OpenAI's error object."""
+        return {"error": error}
+
+    def refusal(self, refused: Refused) -> dict[str, Any]:
+        """The body of a refusal."""
+        return self.error_body(refused.status, refused.body["error"])
 
     def project_of(self, request: Request) -> str:
         """The project of the call's API key.
@@ -326,7 +356,7 @@ class Surface:
         if order == "desc":
             files.reverse()
         limit = page_limit(query.get("limit"), 10_000, 10_000)
-        start = page_after([file.id for file in files], query.get("after"))
+        start = page_after([file.id for file in files], query.get("after") or query.get("cursor"))
         page = [render_file(file) for file in files[start : start + limit]]
         return JSONResponse(render_page(page, start + limit < len(files)))
 
@@ -337,7 +367,7 @@ class Surface:
     async def _content(self, request: Request, project: str) -> Response:
         await self.world.settle_patiently()
         file = self.world.file(project, request.path_params["file_id"])
-        return _Download(self.world.state.file_path(file.id), media_type="application/octet-stream")
+        return Download(self.world.state.file_path(file.id), media_type="application/octet-stream")
 
     async def _delete_file(self, request: Request, project: str) -> Response:
         file_id = request.path_params["file_id"]
@@ -348,7 +378,7 @@ class Surface:
     # --------------------------------------------------------------------------------------- batches
 
     async def _create(self, request: Request, project: str) -> Response:
-        wanted = _create_request(await _read_body(request, _MAX_CREATE_BYTES), self.world.scenario.windows)
+        wanted = _create_request(await read_body(request, _MAX_CREATE_BYTES), self.world.scenario.windows)
         return self._shown(self.world.create(project, wanted))
 
     async def _retrieve(self, request: Request, project: str) -> Response:
@@ -363,7 +393,8 @@ class Surface:
         limit = page_limit(query.get("limit"), 20, 100)
         await world.settle_patiently()
         batches = world.list_batches(project)
-        start = page_after([batch.id for batch in batches], query.get("after"))
+        # ``cursor`` is what some compatible servers call it.
+        start = page_after([batch.id for batch in batches], query.get("after") or query.get("cursor"))
         now = world.clock.timestamp()
         page = [render_batch(batch, world.scenario, now) for batch in batches[start : start + limit]]
         return JSONResponse(render_page(page, start + limit < len(batches)))
@@ -380,9 +411,16 @@ class Surface:
         return JSONResponse({"object": "list", "data": models})
 
     async def _sync(self, request: Request, project: str) -> Response | None:
-        endpoint = request.url.path
+        return await self.answer(request, project, request.url.path)
+
+    def sync_answer(self, endpoint: str, status: int, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:  # noqa: ARG002 (same)
+        """Status and body of a synchronous answer, made of OpenAI's."""
+        return status, body
+
+    async def answer(self, request: Request, project: str, endpoint: str) -> Response | None:
+        """Run one call of a synchronous endpoint."""
         with self.world.sync_gate.entered():
-            text = await _read_body(request, self.world.scenario.limits.sync_body_bytes)
+            text = await read_body(request, self.world.scenario.limits.sync_body_bytes)
             body = _sync_body(endpoint, text)
             paced = self.world.admit_sync(project, endpoint, body)
             result = self.world.answer_now(endpoint, body, request.headers.get("x-client-request-id", ""))
@@ -390,15 +428,16 @@ class Surface:
         end, outcome = result.end, result.outcome
         if end is None or end.status == 0:
             return None
-        content = dump_json(end.body)
-        if end.status == 200:
+        status, body = self.sync_answer(endpoint, end.status, end.body)
+        content = dump_json(body)
+        if status == 200:
             if outcome is Outcome.EMPTY_BODY:
                 content = b""
             elif outcome is Outcome.UNREADABLE:
                 content = content[: len(content) * 3 // 5]
             elif outcome is Outcome.INVALID_UTF8:
-                content = broken_utf8(endpoint, end.body)
-        return Response(content, end.status, paced | end.headers, media_type="application/json")
+                content = broken_utf8(endpoint, body)
+        return Response(content, status, paced | end.headers, media_type="application/json")
 
 
 def _upload_fields(upload: Upload) -> tuple[str, int | None]:
@@ -431,7 +470,12 @@ def _expiry(anchor: object, seconds: object, name: str = "expires_after") -> int
     return seconds
 
 
-def _json_object(text: bytes) -> dict[str, Any]:
+def json_object(text: bytes) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        Refused: 400.
+    """
     try:
         body = parse_json(text)
     except ValueError:
@@ -442,7 +486,7 @@ def _json_object(text: bytes) -> dict[str, Any]:
 
 
 def _create_request(text: bytes, windows: tuple[str, ...]) -> CreateRequest:
-    body = _json_object(text)
+    body = json_object(text)
     for member in ("input_file_id", "endpoint", "completion_window"):
         value = body.get(member)
         if value is None:
@@ -483,7 +527,7 @@ def _check_metadata(metadata: object) -> None:
 
 
 def _sync_body(endpoint: str, text: bytes) -> dict[str, Any]:
-    body = _json_object(text)
+    body = json_object(text)
     if body.get("stream") not in {None, False}:
         raise Refused(400, "This simulator does not stream.", param="stream", code="unsupported_value")
     if model_of(endpoint, body) is None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any
@@ -45,6 +47,10 @@ class FaultKind(StrEnum):
     """The answer's headers promise everything, the connection is closed after ``share`` of the body."""
     SHORTEN = "shorten"
     """A well-formed answer with only ``share`` of the body: nothing in the transport shows it."""
+    REPEAT = "repeat"
+    """A gateway sends the call on twice: the work is done two times and the second answer is given."""
+    DELAY = "delay"
+    """The work is done at once, and answered ``delay_s`` later."""
     GATE = "gate"
     """The call is held at the gate named ``gate`` until it is released."""
 
@@ -52,7 +58,7 @@ class FaultKind(StrEnum):
 class FaultRule(BaseModel):
     """One fault. Without ``nth``, ``every`` and ``probability`` it hits each call it is about."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     call: CallName
     kind: FaultKind = FaultKind.ANSWER
@@ -62,6 +68,10 @@ class FaultRule(BaseModel):
     probability: Annotated[float, Field(gt=0, le=1)] = 1.0
     until_count: Annotated[int, Field(ge=1)] | None = None
     """Fires so often at most."""
+    start_s: Annotated[float, Field(ge=0)] = 0.0
+    """In force from so many virtual seconds after the rule was put; calls before are not counted,"""
+    for_s: Annotated[float, Field(gt=0)] | None = None
+    """and for so many; None: for good."""
     after_work: bool = False
     """Do the work first; for ``answer`` and ``gate``."""
     status: Annotated[int, Field(ge=400, le=599)] = 500
@@ -76,6 +86,8 @@ class FaultRule(BaseModel):
     should_retry: bool | None = None
     """Sent as ``x-should-retry``."""
     share: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    delay_s: Annotated[float, Field(ge=0)] = 0.0
+    """Virtual seconds."""
     gate: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] = "gate"
 
 
@@ -126,6 +138,7 @@ class _Standing:
     calls: int = 0
     fired: int = 0
     number: int = 0
+    put_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -133,6 +146,8 @@ class FaultPlan:
     """The rules in force, in the order they were put."""
 
     seed: int = 0
+    time: Callable[[], float] = time.monotonic
+    """Seconds of the clock by which ``start_s`` and ``for_s`` go."""
     _standing: list[_Standing] = field(default_factory=list)
     _gates: dict[str, Gate] = field(default_factory=dict)
     _numbers: int = 0
@@ -146,7 +161,7 @@ class FaultPlan:
     def put(self, rule: FaultRule) -> int:
         """Put a rule in force; the answer is its number."""
         self._numbers += 1
-        self._standing.append(_Standing(rule, number=self._numbers))
+        self._standing.append(_Standing(rule, number=self._numbers, put_at=self.time()))
         return self._numbers
 
     def take_away(self, number: int) -> bool:
@@ -177,6 +192,9 @@ class FaultPlan:
         for standing in self._standing:
             rule = standing.rule
             if rule.call not in {call, CallName.ANY}:
+                continue
+            elapsed_s = self.time() - standing.put_at
+            if elapsed_s < rule.start_s or (rule.for_s is not None and elapsed_s >= rule.start_s + rule.for_s):
                 continue
             standing.calls += 1
             if broken and rule.kind is not FaultKind.GATE:

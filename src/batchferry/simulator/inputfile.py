@@ -50,13 +50,11 @@ class RunOrder(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What running gave. Sizes are bytes of the two files."""
+    """What running gave."""
 
     runs: list[Run]
     completed: int
     failed: int
-    output_bytes: int
-    error_bytes: int
 
 
 def _lines(file: IO[bytes], limits: Limits) -> Iterator[bytes | None]:
@@ -89,7 +87,7 @@ def first_line_is_json(path: Path, limits: Limits) -> bool:
 
 
 def _line_error(
-    line: bytes | None, endpoint: str, scenario: Scenario
+    line: bytes | None, endpoint: str, scenario: Scenario, line_url: str
 ) -> tuple[tuple[str, str, str | None] | None, Any]:
     """The first fault of a line as (code, message, param), and the parsed line."""
     if line is None:
@@ -108,8 +106,8 @@ def _line_error(
         return ("invalid_request", "'custom_id' must be a string that is not empty.", "custom_id"), None
     if parsed["method"] != "POST":
         return ("invalid_method", "The HTTP method of a batch line must be POST.", "method"), None
-    if parsed["url"] != endpoint:
-        return ("invalid_url", f"The URL of this line does not match the batch endpoint '{endpoint}'.", "url"), None
+    if parsed["url"] != line_url:
+        return ("invalid_url", f"The URL of this line does not match the batch endpoint '{line_url}'.", "url"), None
     if not isinstance(body, dict):
         return ("invalid_request", "'body' must be an object.", "body"), None
     if body.get("stream") not in {None, False}:
@@ -126,15 +124,27 @@ def _line_error(
     return None, parsed
 
 
+NATIVE = "_native"
+"""Member of a line that another API has translated: the request as its caller wrote it, by which the row is known."""
+
+
 def _row(parsed: dict[str, Any], endpoint: str, number: int) -> Row:
-    raw = canonical_json(parsed["body"])
+    raw = canonical_json(parsed.get(NATIVE, parsed["body"]))
     return Row(parsed["custom_id"], endpoint, parsed["body"], raw, hashlib.sha256(raw).hexdigest(), number)
 
 
-def check(path: Path, endpoint: str, scenario: Scenario, seed: int, attempts: Callable[[str], int]) -> Checked:
+def check(
+    path: Path,
+    endpoint: str,
+    scenario: Scenario,
+    seed: int,
+    attempts: Callable[[str], int],
+    line_url: str | None = None,
+) -> Checked:
     """Check every line; one bad line is enough to refuse the file.
 
-    ``attempts`` tells how often a body has had its turn before.
+    ``attempts`` tells how often a body has had its turn before, ``line_url`` what the lines name where that is not the
+    endpoint.
     """
     limits = scenario.limits
     errors: list[JobError] = []
@@ -156,7 +166,7 @@ def check(path: Path, endpoint: str, scenario: Scenario, seed: int, attempts: Ca
                 note("too_many_tasks", f"The input file has more than {limits.rows_per_batch} requests.")
                 break
             rows = number
-            fault, parsed = _line_error(line, endpoint, scenario)
+            fault, parsed = _line_error(line, endpoint, scenario, line_url or endpoint)
             if fault is not None:
                 note(*fault, line=number)
                 continue
@@ -251,10 +261,4 @@ def run(
             output.truncate(output.tell() - min(20, output.tell() // 2))
     for target, path in zip(targets, (output_path, error_path, bill_path), strict=True):
         target.replace(path)
-    return RunResult(
-        runs,
-        counts[Counted.COMPLETED],
-        counts[Counted.FAILED],
-        output_path.stat().st_size,
-        error_path.stat().st_size,
-    )
+    return RunResult(runs, counts[Counted.COMPLETED], counts[Counted.FAILED])

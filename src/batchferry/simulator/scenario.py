@@ -6,18 +6,26 @@ scenario with the same seed gives the same outcomes. All durations are virtual s
 
 from __future__ import annotations
 
+import base64
 import math
 import random
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
 from batchferry.domain.errors import ConfigError
+from batchferry.simulator.anthropic_script import AnthropicScript
+from batchferry.simulator.faults import FaultRule
+from batchferry.simulator.surfaces import SURFACES, SurfaceName, not_played
 
 DAY_S = 86_400
+MIN_WEBHOOK_KEY_BYTES = 24
+"""The least that Standard Webhooks allow."""
 
 TIER_1_ENQUEUED_TOKENS: dict[str, int] = {
     "gpt-4o": 90_000,
@@ -32,7 +40,7 @@ TIER_1_ENQUEUED_TOKENS: dict[str, int] = {
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, use_attribute_docstrings=True)
 
 
 class RunCurve(_Part):
@@ -74,6 +82,10 @@ class Outcome(StrEnum):
     """200, the model refuses in so many words."""
     TOOL_CALL = "tool_call"
     """200, the model wants a tool called."""
+    PAUSED = "paused"
+    """Messages API: 200, a turn with server tools that stopped half way. Elsewhere a success."""
+    WINDOW_FULL = "window_full"
+    """Messages API: 200, cut because input and answer filled the model's window. Elsewhere a success."""
     FILTERED = "filtered"
     """200 whose answer the content filter stopped."""
     CONTENT_FILTER = "content_filter"
@@ -176,18 +188,26 @@ class BatchRule(_Part):
     nth: Annotated[int, Field(ge=1)] | None = None
     """The n-th batch this simulator created (1-based)."""
     every: Annotated[int, Field(ge=1)] | None = None
+    first: Annotated[int, Field(ge=1)] | None = None
+    """Only the first so many batches."""
     endpoint: str | None = None
     metadata_contains: str | None = None
     """A metadata value holds this text."""
     durations: Durations | None = None
     fail_with: tuple[JobError, ...] | None = None
     """End as ``failed`` with these entries; an empty list means failed with no details at all."""
+    expire_with_share: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Run into the end of the window with this share of the rows done, however long the window is."""
+    cut_last_line: bool = False
+    """The output file ends in the middle of its last line, without a line break."""
 
     def fits(self, number: int, endpoint: str, metadata: dict[str, str] | None) -> bool:
         """Whether the rule is about this batch."""
         if self.nth is not None and number != self.nth:
             return False
         if self.every is not None and number % self.every != 0:
+            return False
+        if self.first is not None and number > self.first:
             return False
         if self.endpoint is not None and endpoint != self.endpoint:
             return False
@@ -245,9 +265,97 @@ class SyncScript(_Part):
     """0.2 means up to 20 % more or less."""
 
 
-class Scenario(_Part):
-    """Everything that can be scripted about the provider except transport faults."""
+class WebhookScript(_Part):
+    """Deliveries for the batches that end; see ``simulator.webhooks``."""
 
+    url: Annotated[str, Field(pattern=r"^https?://[^/@\s]+(/\S*)?$")]
+    form: Literal["provider", "generic"] = "provider"
+    """``provider``: as each API's own provider sends them. ``generic``: ``{"batch_id", "status"}``, as gateways do, for
+    the batches of the APIs of OpenAI's form."""
+    auth: Literal["standard", "hmac", "header", "path"] = "standard"
+    """``standard``: signed as Standard Webhooks say. Of the generic form alone, ``hmac``: HMAC-SHA256 over the body in
+    a header; ``header``: the secret itself in a header; ``path``: the secret behind the last ``/`` of the address."""
+    secret: SecretStr
+    """``whsec_`` and the key in base64 for ``standard``, else a text of letters, digits and ``._~-``."""
+    header: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]+$")] | None = None
+    """Header of ``hmac`` (else ``x-webhook-signature``) or of ``header`` (else ``x-webhook-secret``)."""
+    header_prefix: Annotated[str, Field(pattern=r"^[!-~ ]*$")] = ""
+    """Stands before the value in that header, such as ``sha256=`` or ``Bearer`` and a space."""
+    digest: Literal["hex", "base64"] = "hex"
+    """How an ``hmac`` is written."""
+    tells_progress: bool = False
+    """Of the generic form: also tell of each other status that a batch reaches, as some gateways do."""
+    delay_s: Annotated[float, Field(ge=0)] = 1.0
+    """Virtual seconds between a batch's end and the first try."""
+    attempts: Annotated[int, Field(ge=1, le=20)] = 6
+    """Tries until the receiver answers 2xx."""
+    retry_s: Annotated[float, Field(gt=0)] = 30.0
+    """Virtual seconds before the second try; each later wait is twice as long."""
+    lose_every: Annotated[int, Field(ge=1)] | None = None
+    """Every n-th event is never sent."""
+    double_every: Annotated[int, Field(ge=1)] | None = None
+    """Every n-th event is sent twice, with the same id."""
+    hold_every: Annotated[int, Field(ge=1)] | None = None
+    """Every n-th event is held back until the one after it has been sent, or for ``hold_s``."""
+    hold_s: Annotated[float, Field(gt=0)] = 1800.0
+    forge_every: Annotated[int, Field(ge=1)] | None = None
+    """Every n-th event is first sent with a signature by another key, or with another secret."""
+    late_every: Annotated[int, Field(ge=1)] | None = None
+    """Every n-th event's first try has been ``late_s`` on its way when it arrives, by the time that it is signed with;
+    the next try is in time."""
+    late_s: Annotated[float, Field(gt=0)] = 600.0
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> WebhookScript:
+        if self.form == "provider" and self.auth != "standard":
+            raise ValueError(f"no provider proves itself by {self.auth!r}: set form to generic, or auth to standard")
+        if self.form == "provider" and self.tells_progress:
+            raise ValueError("no provider tells of progress: set form to generic, or tells_progress to false")
+        if self.late_every is not None and self.auth != "standard":
+            raise ValueError("only Standard Webhooks bear a time: set auth to standard, or leave late_every out")
+        text = self.secret.get_secret_value()
+        if self.auth != "standard":
+            if len(text) < MIN_WEBHOOK_KEY_BYTES or not _PLAIN_SECRET.fullmatch(text):
+                raise ValueError(
+                    f"a webhook secret for {self.auth!r} is {MIN_WEBHOOK_KEY_BYTES} or more letters, digits and ._~-: "
+                    "write it so"
+                )
+            return self
+        try:
+            key = base64.b64decode(text.removeprefix("whsec_"), validate=True) if text.startswith("whsec_") else b""
+        except ValueError:
+            key = b""
+        if len(key) < MIN_WEBHOOK_KEY_BYTES:
+            raise ValueError(
+                f"a webhook secret is 'whsec_' and at least {MIN_WEBHOOK_KEY_BYTES} bytes in base64: write it so"
+            )
+        return self
+
+    @property
+    def receiver(self) -> str:
+        """Where they go, without the path: some addresses end with the secret."""
+        parts = urlsplit(self.url)
+        return f"{parts.scheme}://{parts.netloc}"
+
+
+_PLAIN_SECRET = re.compile(r"[A-Za-z0-9._~-]+")
+
+
+class Scenario(_Part):
+    """Everything that can be scripted about the provider, its transport faults and its webhooks included."""
+
+    title: Annotated[str, Field(max_length=100)] = ""
+    """What happens, in one line."""
+    about: str = ""
+    """What happens, in a paragraph."""
+    client_must: str = ""
+    """What a client has to do right to come through."""
+    surfaces: Annotated[tuple[SurfaceName, ...], Field(min_length=1)] = SURFACES
+    """The APIs that it is meant for. A file that says so in so many words is refused with a member that one of them
+    does not play."""
+    faults: tuple[FaultRule, ...] = ()
+    """In force from the start; faults given beside the scenario come after these."""
+    webhooks: WebhookScript | None = None
     durations: Durations = Durations()
     rows: tuple[RowRule, ...] = ()
     shares: tuple[WeightedOutcome, ...] = ()
@@ -260,6 +368,10 @@ class Scenario(_Part):
     """Create with a file that is not there: 400, 404, or 200 and a job that fails. All are on record."""
     create_gap: Annotated[int, Field(ge=0)] = 0
     """The first n creates after an upload say that the file does not exist."""
+    file_processing_s: Annotated[float, Field(ge=0)] = 0.0
+    """How long an uploaded file is ``PROCESSING`` at Gemini; a create that names it meanwhile is refused."""
+    retrieve_gap_s: Annotated[float, Field(ge=0)] = 0.0
+    """How long after its creation a batch can be neither retrieved nor listed nor cancelled."""
     error_file_when_clean: Literal["null", "absent", "empty"] = "null"
     """How a clean job shows that it has no error file."""
     shuffle_output: bool = True
@@ -273,6 +385,8 @@ class Scenario(_Part):
     """Rows that still finish after a cancel."""
     cancel_while_finalizing: Literal["cancels", "completes"] = "cancels"
     sync: SyncScript = SyncScript()
+    anthropic: AnthropicScript = AnthropicScript()
+    """What only the Message Batches API has."""
     clock_ahead_s: float = 0.0
     """How far the clock of the servers in front is ahead of the truth (negative: behind): it writes ``Date`` and the
     dates in ``Retry-After``."""
@@ -294,6 +408,10 @@ class Scenario(_Part):
         if sum(part.share for part in self.shares) > 1 + 1e-9:
             raise ValueError("the shares add up to more than 1: lower them")
         return self
+
+    def not_played(self) -> dict[SurfaceName, list[str]]:
+        """Members that this scenario sets and an API has nothing for, by API."""
+        return not_played(self)
 
     def batch_rule(self, number: int, endpoint: str, metadata: dict[str, str] | None) -> BatchRule | None:
         """The rule for this batch, or None."""
@@ -319,6 +437,38 @@ def window_seconds(window: str) -> int:
     return int(number) * _UNITS_S[unit]
 
 
+def with_webhooks(scenario: Scenario, url: str | None, secret_file: Path | None) -> Scenario:
+    """The scenario with this address and secret in its webhook script, or with a script of these.
+
+    Raises:
+        ConfigError: the file cannot be read, one of the two is missing, or they break the script's rules.
+    """
+    if url is None and secret_file is None:
+        return scenario
+    given: dict[str, Any] = {}
+    if url is not None:
+        given["url"] = url
+    if secret_file is not None:
+        try:
+            given["secret"] = secret_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                [f"webhook secret file {secret_file}: cannot be read ({type(error).__name__}): give a readable file"]
+            ) from error
+    if scenario.webhooks is not None:
+        given = {name: getattr(scenario.webhooks, name) for name in scenario.webhooks.model_fields_set} | given
+    elif len(given) < 2:
+        missing = "its address" if url is None else "the file of its secret"
+        raise ConfigError([f"webhooks: the scenario has no webhook of its own: give {missing} as well"])
+    try:
+        script = WebhookScript.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError(
+            [f"webhooks: {'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}" for fault in error.errors()]
+        ) from error
+    return scenario.model_copy(update={"webhooks": script})
+
+
 def load_scenario(path: Path) -> Scenario:
     """Read a scenario from a YAML or JSON file.
 
@@ -334,7 +484,7 @@ def load_scenario(path: Path) -> Scenario:
     except yaml.YAMLError as error:
         raise ConfigError([f"scenario {path}: not YAML or JSON: mend the file"]) from error
     try:
-        return Scenario.model_validate(data if data is not None else {})
+        scenario = Scenario.model_validate(data if data is not None else {})
     except ValidationError as error:
         raise ConfigError(
             [
@@ -342,3 +492,13 @@ def load_scenario(path: Path) -> Scenario:
                 for fault in error.errors()
             ]
         ) from error
+    if "surfaces" in scenario.model_fields_set:
+        idle = {surface: members for surface, members in scenario.not_played().items() if surface in scenario.surfaces}
+        if idle:
+            raise ConfigError(
+                [
+                    f"scenario {path}: surfaces: {surface} does not play {', '.join(members)}: take one of them out"
+                    for surface, members in idle.items()
+                ]
+            )
+    return scenario

@@ -21,13 +21,21 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from batchferry.domain.errors import ConfigError
 from batchferry.simulator.admin import Admin
+from batchferry.simulator.anthropic_surface import MessageSurface
+from batchferry.simulator.anthropic_world import MessageWorld
 from batchferry.simulator.app import TRANSPORT, Surface
+from batchferry.simulator.azure import PREFIX as AZURE_PREFIX
+from batchferry.simulator.azure import AzureSurface
 from batchferry.simulator.bill import Bill
 from batchferry.simulator.clock import VirtualClock
 from batchferry.simulator.errors import envelope
 from batchferry.simulator.faults import FaultPlan
+from batchferry.simulator.gemini import GeminiSurface
+from batchferry.simulator.mistral import PREFIX as MISTRAL_PREFIX
+from batchferry.simulator.mistral import MistralSurface
 from batchferry.simulator.settings import SimulatorSettings
 from batchferry.simulator.state import State
+from batchferry.simulator.webhooks import Delivery, WebhookSender
 from batchferry.simulator.world import World
 
 _MAX_IDLE_CHECK_S = 1.0
@@ -51,21 +59,35 @@ class _Parts:
                 self._temporary.cleanup()
             raise
         self.clock = settings.build_clock()
-        self.faults = FaultPlan(settings.seed)
-        for rule in settings.faults:
+        self.faults = FaultPlan(settings.seed, self.clock.timestamp)
+        for rule in (*settings.scenario.faults, *settings.faults):
             self.faults.put(rule)
         self.world = World(self.state, settings.scenario, self.clock, settings.seed, settings.patience_s)
         self.surface = Surface(settings, self.world, self.faults)
+        self.gemini = GeminiSurface(settings, self.world, self.faults, self.surface.activity)
+        self.azure = AzureSurface(settings, self.world, self.faults, self.surface.activity)
+        self.mistral = MistralSurface(settings, self.world, self.faults, self.surface.activity)
+        self.messages = MessageSurface(settings, MessageWorld(self.world), self.faults, self.surface.activity)
+        hook = settings.scenario.webhooks
+        self.webhooks = None if hook is None else WebhookSender(hook, self.world)
 
     def app(self) -> Starlette:
         """The ASGI application over these parts; its end takes them apart."""
-        routes: list[Any] = [*self.surface.routes()]
+        routes: list[Any] = [
+            *self.surface.routes(),
+            *self.mistral.routes(),
+            *self.azure.routes(),
+            *self.messages.routes(),
+            *self.gemini.routes(),
+        ]
         if self.settings.admin:
-            routes += Admin(self.world, self.faults, self.surface.activity).routes()
+            routes += Admin(self.world, self.faults, self.surface.activity, self.webhooks).routes()
 
         @contextlib.asynccontextmanager
         async def lifespan(app: Starlette) -> Any:
             del app
+            if self.webhooks is not None:
+                self.webhooks.start()
             try:
                 yield
             finally:
@@ -76,8 +98,10 @@ class _Parts:
             message = f"Invalid URL ({request.method} {request.url.path})"
             code = "unknown_url" if error.status_code == 404 else None
             body = envelope(error.status_code, message, "invalid_request_error", code)
-            response = JSONResponse(body, error.status_code)
-            self.surface.stamp(response)
+            own = {MISTRAL_PREFIX: self.mistral, AZURE_PREFIX: self.azure}
+            surface: Surface = own.get(f"/{request.url.path.split('/')[1]}", self.surface)
+            response = JSONResponse(surface.error_body(error.status_code, body["error"]), error.status_code)
+            surface.stamp(response)
             return response
 
         async def broken(request: Request, error: Exception) -> Response:
@@ -92,6 +116,8 @@ class _Parts:
 
     async def close(self) -> None:
         """Let held calls go, wait for work on the files, close them."""
+        if self.webhooks is not None:
+            await self.webhooks.stop()
         await self.faults.release_all()
         self.world.let_go()
         await self.world.close()
@@ -230,6 +256,16 @@ class Simulator:
         return f"{self.origin_url}/v1"
 
     @property
+    def mistral_url(self) -> str:
+        """Mistral's API, version included; its official client takes this without the version."""
+        return f"{self.origin_url}{MISTRAL_PREFIX}/v1"
+
+    @property
+    def azure_url(self) -> str:
+        """Azure's current API, version included; without the version it is the dated one, with ``api-version``."""
+        return f"{self.origin_url}{AZURE_PREFIX}/v1"
+
+    @property
     def faults(self) -> FaultPlan:
         """The faults in force."""
         return self._running().faults
@@ -248,6 +284,12 @@ class Simulator:
     def world(self) -> World:
         """Files and batches, past the HTTP surface."""
         return self._running().world
+
+    @property
+    def deliveries(self) -> list[Delivery]:
+        """Webhooks sent so far, one entry a try, oldest first (the newest ``MAX_TOLD`` of them)."""
+        sender = self._running().webhooks
+        return [] if sender is None else list(sender.told)
 
     async def settle(self) -> None:
         """Make happen what must have happened by now on the virtual clock."""

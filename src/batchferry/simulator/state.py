@@ -97,6 +97,16 @@ class SimBatch:
     used_output_tokens: int = 0
     output_file_id: str | None = None
     error_file_id: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What the API that made the batch keeps of it beside all this, JSON values."""
+    loses_rows: bool = False
+    """Whether a batch that is not brought to its end has no results at all: nothing of it counts as run."""
+    runs_on: bool = False
+    """Whether the window is an aim only: a batch that is not done by then goes on until it ends or is cancelled."""
+    names_empty_error_file: bool = False
+    """Whether a batch without a failed row has an error file all the same, of 0 bytes."""
+    line_url: str | None = None
+    """What its lines name as their address; None: the endpoint."""
 
     @property
     def next_due_at(self) -> float | None:
@@ -105,6 +115,8 @@ class SimBatch:
             case Status.VALIDATING:
                 return self.validate_at
             case Status.IN_PROGRESS if self.in_progress_at is not None:
+                if self.runs_on:
+                    return self.in_progress_at + self.run_s
                 return min(self.in_progress_at + self.run_s, max(self.expires_at, self.in_progress_at))
             case Status.FINALIZING if self.finalizing_at is not None:
                 return self.finalizing_at + self.finalizing_s

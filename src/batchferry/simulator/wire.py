@@ -52,7 +52,7 @@ def render_batch(batch: SimBatch, scenario: Scenario, now: float) -> dict[str, A
         "expired_at": _seconds(ended) if batch.status is Status.EXPIRED else None,
         "cancelling_at": _seconds(batch.cancelling_at),
         "cancelled_at": _seconds(ended) if batch.status is Status.CANCELLED else None,
-        "request_counts": _counts(batch, now),
+        "request_counts": counts_at(batch, now),
         "metadata": batch.metadata,
     }
     if batch.model is not None:
@@ -75,7 +75,8 @@ def render_batch(batch: SimBatch, scenario: Scenario, now: float) -> dict[str, A
     return shown
 
 
-def _counts(batch: SimBatch, now: float) -> dict[str, int]:
+def counts_at(batch: SimBatch, now: float) -> dict[str, int]:
+    """``total``, ``completed`` and ``failed`` rows as they look at this time."""
     if batch.in_progress_at is None:
         return {"total": 0, "completed": 0, "failed": 0}
     if batch.status.is_terminal:

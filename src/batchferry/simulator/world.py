@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from batchferry.simulator.answers import ANSWERED_ENDPOINTS, count_input_tokens, model_of, token_limit
 from batchferry.simulator.bill import Run, RunKind
@@ -37,7 +37,25 @@ UPLOAD_PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "e
 BATCH_ENDPOINTS = (*ANSWERED_ENDPOINTS, "/v1/images/generations", "/v1/images/edits", "/v1/videos")
 """What the create call takes; batches for endpoints that are not answered here fail with a clear message."""
 
+_NEVER = 1e9
+"""Longer than the window by so much that no row is reached in it."""
+
+
+class Companion(Protocol):
+    """Batches that are kept beside the world's own."""
+
+    async def settle(self, max_wait_s: float | None = None) -> bool:
+        """As ``World.settle``."""
+        ...
+
+    async def close(self) -> None:
+        """Wait until nothing works on files any more."""
+        ...
+
+
 Listener = Callable[[SimBatch], None]
+Rewriter = Callable[[SimBatch, Path], None]
+"""Changes a finished result file of a batch, in place and in a worker thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +95,8 @@ class World:
         self._settling = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._listeners: list[Listener] = []
+        self._rewriters: dict[str, Rewriter] = {}
+        self._companions: list[Companion] = []
         self.sync_gate = SyncGate(scenario, clock)
         self._sync_calls = 0
         self._let_go = asyncio.Event()
@@ -87,10 +107,29 @@ class World:
         """Be told about every change of a batch's status, as it is worked off (not before somebody asks)."""
         self._listeners.append(listener)
 
+    def rewrite_results(self, prefix: str, rewriter: Rewriter) -> None:
+        """Let an API write result files in its own shape, for batches of projects whose name begins so."""
+        self._rewriters[prefix] = rewriter
+
     # ------------------------------------------------------------------------------------------ time
+
+    @property
+    def next_due_at(self) -> float | None:
+        """When something happens next, in virtual seconds since the epoch; it may turn out to be nothing."""
+        return self._due[0][0] if self._due else None
+
+    def join(self, companion: Companion) -> None:
+        """Let an API with batches of its own live in this world's time: it is settled and closed with it."""
+        self._companions.append(companion)
 
     async def settle(self, max_wait_s: float | None = None) -> bool:
         """Make happen what must have happened by now; False when ``max_wait_s`` real seconds were not enough."""
+        is_done = await self._settle_own(max_wait_s)
+        for companion in self._companions:
+            is_done = await companion.settle(max_wait_s) and is_done
+        return is_done
+
+    async def _settle_own(self, max_wait_s: float | None) -> bool:
         now = self.clock.timestamp()
         if not self._settling.locked() and not (self._due and self._due[0][0] <= now):
             return True
@@ -108,6 +147,8 @@ class World:
         """Wait until nothing works on the files any more."""
         if self._tasks:
             await asyncio.wait(self._tasks)
+        for companion in self._companions:
+            await companion.close()
 
     async def _settle_until(self, now: float) -> None:
         async with self._settling:
@@ -150,7 +191,7 @@ class World:
                 await self._validate(batch, due)
             case Status.IN_PROGRESS:
                 assert batch.in_progress_at is not None
-                if batch.in_progress_at + batch.run_s > batch.expires_at:
+                if not batch.runs_on and batch.in_progress_at + batch.run_s > batch.expires_at:
                     reached = batch.reached_rows(batch.expires_at)
                     await self._conclude(batch, due, Status.EXPIRED, reached, "batch_expired")
                 else:
@@ -184,6 +225,7 @@ class World:
             self.scenario,
             self.seed,
             self.state.bill.attempts,
+            batch.line_url,
         )
         errors = list(checked.errors) or self._over_token_limit(checked, due)
         if errors:
@@ -195,6 +237,9 @@ class World:
         batch.model, batch.rows = checked.model, checked.rows
         batch.input_tokens, batch.failing_rows = checked.input_tokens, checked.failing
         batch.run_s = durations.jittered(durations.in_progress.duration_s(checked.rows), rng)
+        if rule is not None and rule.expire_with_share is not None:
+            window_s = max(batch.expires_at - due, 1.0)
+            batch.run_s = window_s / rule.expire_with_share if rule.expire_with_share else window_s * _NEVER
         batch.finalizing_s = durations.jittered(durations.finalizing_s, rng)
         self._save(batch)
 
@@ -241,10 +286,16 @@ class World:
 
     async def _conclude(self, batch: SimBatch, at: float, status: Status, reached: int, unrun_code: str | None) -> None:
         """Run the rows and end the batch."""
+        if batch.loses_rows and status is not Status.COMPLETED:
+            reached, unrun_code = 0, None
         # The ids follow from the batch's, so that a run made again after a crash leaves the same two files.
-        output_id, error_id = (_derived_file_id(batch.id, kind) for kind in ("output", "error"))
+        output_id, error_id = (derived_file_id(batch.id, kind) for kind in ("output", "error"))
         output_path, error_path = self.state.file_path(output_id), self.state.file_path(error_id)
         listed = unrun_code if self.scenario.list_unfinished_rows else None
+        rule = self.scenario.batch_rule(batch.number, batch.endpoint, batch.metadata)
+        scenario = self.scenario
+        if rule is not None and rule.cut_last_line:
+            scenario = scenario.model_copy(update={"cut_last_line": True})
         result = await asyncio.to_thread(
             run,
             RunOrder(
@@ -257,14 +308,18 @@ class World:
                 at,
                 self.seed,
             ),
-            self.scenario,
+            scenario,
             self.state.bill.attempts,
             output_path,
             error_path,
             self.state.bill_path(batch.id),
         )
-        batch.output_file_id = self._keep(batch, "output", output_path, result.output_bytes, at)
-        batch.error_file_id = self._keep(batch, "error", error_path, result.error_bytes, at)
+        rewriter = next((one for prefix, one in self._rewriters.items() if batch.project.startswith(prefix)), None)
+        if rewriter is not None:
+            for path in (output_path, error_path):
+                await asyncio.to_thread(rewriter, batch, path)
+        batch.output_file_id = self._keep(batch, "output", output_path, at)
+        batch.error_file_id = self._keep(batch, "error", error_path, at)
         batch.completed, batch.failed = result.completed, result.failed
         batch.used_input_tokens = sum(one.input_tokens for one in result.runs)
         batch.used_output_tokens = sum(one.output_tokens for one in result.runs)
@@ -273,9 +328,10 @@ class World:
         self.state.bill.add_batch(result.runs)
         self.state.purge(at)
 
-    def _keep(self, batch: SimBatch, kind: str, path: Path, size_bytes: int, at: float) -> str | None:
-        """Register a result file; an empty one does not exist for the caller."""
-        if size_bytes == 0:
+    def _keep(self, batch: SimBatch, kind: str, path: Path, at: float) -> str | None:
+        """Register a result file; an empty one does not exist for the caller, unless the API names it all the same."""
+        size_bytes = path.stat().st_size
+        if size_bytes == 0 and not (batch.names_empty_error_file and kind == "error"):
             path.unlink()
             return None
         file_id = path.name
@@ -406,13 +462,20 @@ class World:
             Refused: 404.
         """
         batch = self.state.batches.get(batch_id)
-        if batch is None or batch.project != project:
+        if batch is None or batch.project != project or not self._is_visible(batch):
             raise Refused(404, f"No batch found with id '{batch_id}'.")
         return batch
 
     def list_batches(self, project: str) -> list[SimBatch]:
         """The project's batches, newest first."""
-        return [batch for batch in reversed(self.state.batches.values()) if batch.project == project]
+        return [
+            batch
+            for batch in reversed(self.state.batches.values())
+            if batch.project == project and self._is_visible(batch)
+        ]
+
+    def _is_visible(self, batch: SimBatch) -> bool:
+        return self.clock.timestamp() >= batch.created_at + self.scenario.retrieve_gap_s
 
     async def cancel(self, project: str, batch_id: str) -> SimBatch:
         """Begin to cancel.
@@ -450,10 +513,14 @@ class World:
         """Be as slow as the script says, in virtual time; ``let_go`` ends it at once."""
         script = self.scenario.sync
         self._sync_calls += 1
-        if script.latency_s <= 0 or self._let_go.is_set():
+        if script.latency_s > 0:
+            rng = random.Random(f"{self.seed}:latency:{self._sync_calls}")
+            await self.wait(script.latency_s * (1 + script.latency_jitter * rng.uniform(-1, 1)))
+
+    async def wait(self, seconds: float) -> None:
+        """Let virtual time pass; ``let_go`` ends it at once."""
+        if self._let_go.is_set():
             return
-        rng = random.Random(f"{self.seed}:latency:{self._sync_calls}")
-        seconds = script.latency_s * (1 + script.latency_jitter * rng.uniform(-1, 1))
         waits = [asyncio.create_task(self.clock.sleep(seconds)), asyncio.create_task(self._let_go.wait())]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -465,9 +532,14 @@ class World:
         """Answer the slow calls now, and all later ones without delay."""
         self._let_go.set()
 
-    def answer_now(self, endpoint: str, body: dict[str, Any], client_id: str) -> SyncEnd:
-        """Answer one synchronous call and book it. ``client_id`` is what rules on wire ids look at."""
-        raw = canonical_json(body)
+    def answer_now(
+        self, endpoint: str, body: dict[str, Any], client_id: str, native: dict[str, Any] | None = None
+    ) -> SyncEnd:
+        """Answer one synchronous call and book it. ``client_id`` is what rules on wire ids look at.
+
+        ``native`` is the request as its caller wrote it, where another API has translated it: the row is known by it.
+        """
+        raw = canonical_json(body if native is None else native)
         row = Row(client_id, endpoint, body, raw, hashlib.sha256(raw).hexdigest(), None)
         attempt = self.state.bill.attempts(row.digest) + 1
         chosen: RowOutcome = decide(self.scenario, self.seed, row, attempt, "sync")
@@ -479,5 +551,6 @@ class World:
         return SyncEnd(end, chosen.outcome)
 
 
-def _derived_file_id(batch_id: str, kind: str) -> str:
+def derived_file_id(batch_id: str, kind: str) -> str:
+    """The id of a batch's ``output`` or ``error`` file."""
     return f"file-{hashlib.sha256(f'{batch_id}:{kind}'.encode()).hexdigest()[:22]}"
