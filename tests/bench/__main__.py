@@ -1,4 +1,4 @@
-"""``python -m bench [big | takeover | quota]``: the measurements of the README, printed as ratios."""
+"""``python -m bench [big | takeover | quota | webhooks]``: the measurements of the README, printed as ratios."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import resource
 import sys
 
-from . import big, ingest, landing, quota, takeover
+from . import big, ingest, landing, quota, takeover, webhooks
 from .kit import Rehearsal, cluster, folder, simulator
 
 GOALS = {4096: 0.45, 1024: 0.35}
@@ -65,5 +65,7 @@ if __name__ == "__main__":
         asyncio.run(takeovers())
     elif sys.argv[1:] == ["quota"]:
         asyncio.run(quotas())
+    elif sys.argv[1:] == ["webhooks"]:
+        webhooks.main()
     else:
         asyncio.run(main())

@@ -17,10 +17,9 @@ of an hour without any broker it does fail: their addresses may have changed.)
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -28,13 +27,12 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from batchferry.ports import Telemetry
+from batchferry.server.answers import Endpoint, guarded_route, http_exception, json_response
 from batchferry.telemetry import METRICS_CONTENT_TYPE, error_fields, plain
 
 DEFAULT_LIMIT = 100
 MAX_LIMIT = 1000
 MAX_EVENTS = 1000
-
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class HealthSource(Protocol):
@@ -116,13 +114,15 @@ def make_app(
             {"batch": _shown(found), "events": _shown(events[-MAX_EVENTS:]), "total_events": len(events)}
         )
 
+    report = TelemetryReport(telemetry)
+
     def route(path: str, endpoint: Endpoint, *, private: bool = False) -> Route:
         async def allowed(request: Request) -> Response:
             if private and token is not None:
                 _demand(request, token)
             return await endpoint(request)
 
-        return guarded_route(path, allowed, "GET", telemetry)
+        return guarded_route(path, allowed, "GET", report)
 
     return Starlette(
         routes=[
@@ -135,30 +135,23 @@ def make_app(
             route("/api/batches/{batch_id:str}", batch, private=True),
             *extra_routes,
         ],
-        exception_handlers={HTTPException: _http_exception},
+        exception_handlers={HTTPException: http_exception},
     )
 
 
-def guarded_route(path: str, endpoint: Endpoint, method: str, telemetry: Telemetry) -> Route:
-    """A route whose refusals are JSON, whose bugs tell the client nothing, and whose answers are counted."""
+class TelemetryReport:
+    """Tells of requests in this process's own telemetry."""
 
-    async def guarded(request: Request) -> Response:
-        try:
-            response = await endpoint(request)
-        except HTTPException as refusal:
-            response = _refusal(refusal)
-        except Exception as error:  # noqa: BLE001 - one page's bug stays with that page, and out of its answer
-            telemetry.event("api_failed", route=path, **error_fields(error))
-            response = _error(500, "this page could not be made; the log says where")
-        telemetry.count("http_requests", route=path, status=str(response.status_code))
-        return response
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
 
-    return Route(path, guarded, methods=[method])
+    def answered(self, route: str, status_code: int, times: int = 1) -> None:
+        """Count answers."""
+        self._telemetry.count("http_requests", times, route=route, status=str(status_code))
 
-
-async def _http_exception(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return _refusal(error)
+    def failed(self, route: str, error: Exception) -> None:
+        """Tell of a bug, by its kind and place."""
+        self._telemetry.event("api_failed", route=route, **error_fields(error))
 
 
 def _probe(reasons: Sequence[str]) -> Response:
@@ -186,21 +179,3 @@ def _shown(value: object) -> Any:
     if isinstance(value, list | tuple):
         return [_shown(item) for item in value]
     return plain(value)
-
-
-def json_response(value: object, status_code: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """An answer that no cache keeps."""
-    return Response(
-        orjson.dumps(value),
-        status_code,
-        {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", **(headers or {})},
-        media_type="application/json",
-    )
-
-
-def _error(status_code: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
-    return json_response({"error": {"status": status_code, "message": message}}, status_code, headers)
-
-
-def _refusal(error: HTTPException) -> Response:
-    return _error(error.status_code, error.detail, error.headers)

@@ -1,4 +1,4 @@
-"""Runs the admin application on a socket, and leaves the process's signals alone."""
+"""Runs an application on a socket, bounded against slow and endless clients, and leaves the process's signals alone."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from batchferry.domain.errors import GateRefused
 
@@ -16,6 +18,56 @@ _START_TIMEOUT_S = 10.0
 _GRACE_S = 2
 MAX_CONNECTIONS = 200
 """Probes, a scraper and a few people; what is above gets 503 at once."""
+MAX_HEAD_BYTES = 64 * 1024
+"""Of one request: all that is not its body. The parser itself knows no bound."""
+HEAD_LIMIT_S = 20.0
+"""A client that sends the head of its request more slowly is let go."""
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """uvicorn's quick HTTP/1.1, for whoever connects: heads have an end, in bytes and in seconds."""
+
+    _head_bytes = 0
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn narrows it
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_came()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._head_timer is None:
+            self._await_head()
+
+    def on_headers_complete(self) -> None:
+        self._head_came()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = max(0, self._head_bytes - len(body))
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._head_bytes = 0
+        super().on_message_complete()
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_LIMIT_S, self.transport.close)
+
+    def _head_came(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
 
 class _Server(uvicorn.Server):
@@ -34,81 +86,78 @@ class _Server(uvicorn.Server):
         self.is_up.set()
 
 
-class AdminServer:
-    """Serves one application on one address. Started and stopped once."""
+def listen(host: str, port: int, what: str, setting: str) -> socket.socket:
+    """A socket that listens there; port 0 takes a free one.
 
-    def __init__(self, host: str, port: int, app: ASGIApp) -> None:
-        self._host = host
-        self._wanted_port = port
-        self._app = app
-        self._server: _Server | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._port = port
+    Raises:
+        GateRefused: the address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        remedy = f"stop what uses it, or set server.host and {setting} (0 takes a free port)"
+        finding = f"{what} address {host}:{port} cannot be had ({error.strerror or 'unknown host'}): {remedy}"
+        raise GateRefused([finding]) from error
 
-    @property
-    def port(self) -> int:
-        """The port in use; differs from the wanted one only if that was 0."""
-        return self._port
 
-    @property
-    def address(self) -> str:
-        """``http://host:port``."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._port}"
+def address_of(host: str, port: int) -> str:
+    """``http://host:port``."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    @property
-    def connections(self) -> int:
-        """Connections that are open now."""
-        return 0 if self._server is None else len(self._server.server_state.connections)
 
-    async def start(self) -> None:
-        """Listen, and return when requests are answered.
+class HttpServer:
+    """Serves one application on one socket, which it closes. Started and stopped once."""
 
-        Raises:
-            GateRefused: the address cannot be had.
-        """
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        try:
-            listener = socket.create_server((self._host, self._wanted_port), family=family, backlog=128)
-        except OSError as error:
-            wanted = f"{self._host}:{self._wanted_port}"
-            remedy = "stop what uses it, or set server.host and server.port (0 takes a free port)"
-            finding = f"admin address {wanted} cannot be had ({error.strerror or 'unknown host'}): {remedy}"
-            raise GateRefused([finding]) from error
-        self._port = listener.getsockname()[1]
+    def __init__(self, app: ASGIApp, listener: socket.socket, max_connections: int) -> None:
+        self._listener = listener
         config = uvicorn.Config(
-            self._app,
+            app,
+            http=BoundedHttp,
             log_config=None,
             access_log=False,
             lifespan="off",
             ws="none",
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=MAX_CONNECTIONS,
+            limit_concurrency=max_connections,
             timeout_graceful_shutdown=_GRACE_S,
         )
         self._server = _Server(config)
-        self._task = asyncio.create_task(self._server.serve([listener]), name="admin-server")
-        up = asyncio.create_task(self._server.is_up.wait(), name="admin-server-up")
-        try:
-            await asyncio.wait({self._task, up}, timeout=_START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            up.cancel()
-        if not self._server.is_up.is_set():
-            await self.stop(0)
-            listener.close()
-            raise GateRefused([f"admin address {self._host}:{self._port} did not come up; see the log before this"])
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def connections(self) -> int:
+        """Connections that are open now."""
+        return len(self._server.server_state.connections)
+
+    @property
+    def over(self) -> asyncio.Task[None]:
+        """Done when it serves no more; there from ``start`` to ``stop``."""
+        assert self._task is not None
+        return self._task
 
     def complaints(self) -> list[str]:
         """Why the address no longer answers although nobody stopped it; empty when all is well."""
         if self._task is None or not self._task.done():
             return []
-        return ["the admin server's task has ended"]
+        return ["the server's task has ended"]
 
-    async def stop(self, timeout_s: float = 5.0) -> None:
+    async def start(self) -> bool:
+        """Return when requests are answered, or false when they will not be."""
+        self._task = asyncio.create_task(self._server.serve([self._listener]), name="http-server")
+        up = asyncio.create_task(self._server.is_up.wait(), name="http-server-up")
+        waited: set[asyncio.Task[Any]] = {self._task, up}
+        try:
+            await asyncio.wait(waited, timeout=_START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            up.cancel()
+        return self._server.is_up.is_set()
+
+    async def stop(self, timeout_s: float) -> None:
         """Finish what is being answered, within the time given; never raises, safe to call twice."""
         server, task, self._task = self._server, self._task, None
-        if server is None or task is None:
+        if task is None:
             return
         server.should_exit = True
         _, unfinished = await asyncio.wait({task}, timeout=timeout_s)
@@ -118,5 +167,53 @@ class AdminServer:
             await asyncio.wait({task}, timeout=1.0)
         for listening in getattr(server, "servers", ()):
             listening.close()
+        self._listener.close()
         if task.done() and not task.cancelled():
             task.exception()  # looked at, so that nobody is told of an exception never retrieved
+
+
+class AdminServer:
+    """Serves the admin application on one address. Started and stopped once."""
+
+    def __init__(self, host: str, port: int, app: ASGIApp) -> None:
+        self._host = host
+        self._port = port
+        self._app = app
+        self._server: HttpServer | None = None
+
+    @property
+    def port(self) -> int:
+        """The port in use; differs from the wanted one only if that was 0."""
+        return self._port
+
+    @property
+    def address(self) -> str:
+        """``http://host:port``."""
+        return address_of(self._host, self._port)
+
+    @property
+    def connections(self) -> int:
+        """Connections that are open now."""
+        return 0 if self._server is None else self._server.connections
+
+    async def start(self) -> None:
+        """Listen, and return when requests are answered.
+
+        Raises:
+            GateRefused: the address cannot be had.
+        """
+        listener = listen(self._host, self._port, "admin", "server.port")
+        self._port = listener.getsockname()[1]
+        self._server = HttpServer(self._app, listener, MAX_CONNECTIONS)
+        if not await self._server.start():
+            await self.stop(0)
+            raise GateRefused([f"admin address {self._host}:{self._port} did not come up; see the log before this"])
+
+    def complaints(self) -> list[str]:
+        """Why the address no longer answers although nobody stopped it; empty when all is well."""
+        return [] if self._server is None else self._server.complaints()
+
+    async def stop(self, timeout_s: float = 5.0) -> None:
+        """Finish what is being answered, within the time given; never raises, safe to call twice."""
+        if self._server is not None:
+            await self._server.stop(timeout_s)

@@ -17,7 +17,8 @@ import pytest
 from batchferry.config import Settings, load_settings
 from batchferry.config.values import webhook_key
 from batchferry.domain.errors import ConfigError, KafkaUnavailable
-from batchferry.server import make_app, webhook_route, webhooks
+from batchferry.server import make_app, webhook_routes, webhooks
+from batchferry.server.webhookauth import StandardAuth
 from batchferry.telemetry import RecordingTelemetry
 
 SECRET = "whsec_b25seS1mb3ItdGVzdHMtMDEyMzQ1Njc4OWFiY2RlZiE="
@@ -91,9 +92,12 @@ class Bench:
 
     def __init__(self, **otherwise: Any) -> None:
         self.clock, self.sink, self.telemetry = SetClock(), Sink(), RecordingTelemetry()
-        keys = {"default": webhook_key(SECRET), "second": webhook_key("a second raw secret")}
-        route = webhook_route(keys, self.sink, clock=self.clock, telemetry=self.telemetry, **otherwise)
-        app = make_app(Nothing(), bytes, Nothing(), telemetry=self.telemetry, token="admin", extra_routes=[route])
+        hooks = {
+            "default": webhooks.Hook(StandardAuth([webhook_key(SECRET)])),
+            "second": webhooks.Hook(StandardAuth([webhook_key("a second raw secret")])),
+        }
+        routes = webhook_routes(hooks, self.sink, clock=self.clock, telemetry=self.telemetry, **otherwise)
+        app = make_app(Nothing(), bytes, Nothing(), telemetry=self.telemetry, token="admin", extra_routes=routes)
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
     async def post(self, headers: Any, body: Any, account: str = "default") -> int:
@@ -146,11 +150,12 @@ async def test_b13_old_repeated_and_changed_deliveries():
 
 async def test_the_vector_of_the_official_client():
     """A delivery that the provider's own library accepts is accepted."""
-    keys = {"default": webhook_key("whsec_MDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3ODlhYmNkZWY=")}
+    key = webhook_key("whsec_MDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3ODlhYmNkZWY=")
+    hooks = {"default": webhooks.Hook(StandardAuth([key]))}
     bench = Bench()
     bench.clock.at = datetime.fromtimestamp(1_750_000_000, UTC)
-    route = webhook_route(keys, bench.sink, clock=bench.clock, telemetry=bench.telemetry)
-    app = make_app(Nothing(), bytes, Nothing(), telemetry=bench.telemetry, extra_routes=[route])
+    routes = webhook_routes(hooks, bench.sink, clock=bench.clock, telemetry=bench.telemetry)
+    app = make_app(Nothing(), bytes, Nothing(), telemetry=bench.telemetry, extra_routes=routes)
     bench.client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
     headers = {
         "webhook-id": "wh_test_1",
@@ -479,8 +484,8 @@ def test_the_secret_comes_from_a_file_and_is_never_shown(tmp_path: Path):
     secret.write_text(f"{SECRET}\n")
     account = f"{{api_key: k, webhook_secret_file: {secret}}}"
     settings = load(tmp_path, f"accounts: {{default: {account}, other: {{api_key: k}}}}")
-    assert settings.accounts["default"].webhook_key == webhook_key(SECRET)
-    assert settings.accounts["other"].webhook_key is None
+    assert settings.accounts["default"].webhook_secrets == (SECRET,)
+    assert settings.accounts["other"].webhook_secrets == ()
     assert SECRET not in repr(settings) + settings.model_dump_json()
 
 
