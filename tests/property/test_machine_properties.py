@@ -40,6 +40,8 @@ from batchferry.domain.machine import (
     CreateRefused,
     CreateUnanswered,
     DeleteInput,
+    DisownBatch,
+    Disowned,
     Effect,
     Event,
     HandRowsOn,
@@ -63,6 +65,7 @@ from batchferry.domain.machine import (
     RecordSubmitting,
     RecreateDue,
     ResultsIncomplete,
+    ResultsNotOurs,
     ResultsRead,
     ResultsUnavailable,
     RowsHandedOn,
@@ -159,6 +162,7 @@ def batches(draw: st.DrawFn) -> Batch:
         cancel_reason=draw(st.sampled_from(["", "operator", "window_passed"])),
         warned=draw(st.booleans()),
         landing_since=draw(maybe_instants),
+        unseen_since=draw(maybe_instants),
         is_clean=draw(st.booleans()),
     )
 
@@ -170,6 +174,7 @@ def event_of(kind: type[Event], snapshot: BatchSnapshot, failure: CallFailed, fl
         "failure": failure if flag or kind is not LookUpFailed else None,
         "file_id": FileId("file-1"),
         "is_final": flag,
+        "is_over": flag,
         "reason": "operator",
     }
     return kind(**{name: fields[name] for name in kind.__dataclass_fields__})
@@ -208,9 +213,16 @@ def check_rule(before: Batch, event: Event, now: datetime, numbers: MachineSetti
     assert after.state is before.state or after.state in RULES[before.state, type(event)].targets
     for name in ("batch_id", "key", "partitions", "rows", "window_s", "sealed_at"):
         assert getattr(after, name) == getattr(before, name)
-    for name in ("provider_batch_id", "submitted_at", "snapshot", "first_create_at"):
-        assert getattr(after, name) is not None or getattr(before, name) is None, f"{name} was forgotten"
-    assert after.cancel_reason or not before.cancel_reason
+    of_provider = ("provider_batch_id", "submitted_at", "snapshot")
+    if after.state is S.SUBMISSION_UNKNOWN and before.state in IN_FLIGHT | {S.LANDING}:
+        assert isinstance(event, ResultsNotOurs | PollFailed)
+        assert not any(getattr(after, name) for name in of_provider), "a batch that is not ours is still spoken of"
+        assert not after.cancel_reason
+    else:
+        for name in of_provider:
+            assert getattr(after, name) is not None or getattr(before, name) is None, f"{name} was forgotten"
+        assert after.cancel_reason or not before.cancel_reason
+    assert after.first_create_at is not None or before.first_create_at is None
     if after.state is before.state:
         assert after.state_since == before.state_since
     else:
@@ -316,7 +328,9 @@ ANSWERS: dict[type[Effect], tuple[Answer, ...]] = {
         lambda *_: ResultsRead(),
         lambda *_: ResultsIncomplete("counts"),
         lambda _s, failure, _f: ResultsUnavailable(failure),
+        lambda *_: ResultsNotOurs(),
     ),
+    DisownBatch: (lambda *_: Disowned(), lambda *_: Disowned(is_over=True)),
     CleanUp: (lambda *_: CleanedUp(), lambda *_: CleanUpWaits()),
 }
 """What each effect may answer, the favourable answer first. PollAt stands apart: a later one replaces it."""
@@ -486,6 +500,7 @@ EVERY_FAILURE = [
     CallFailed("call", CallFailure.CONFLICT),
     CallFailed("call", CallFailure.THROTTLED, retry_after_s=4_000.0),
     CallFailed("call", CallFailure.REJECTED, http_status=413),
+    CallFailed("call", CallFailure.NOT_FOUND, http_status=404),
 ]
 
 
@@ -501,6 +516,7 @@ def situation(voyage: Voyage) -> tuple[object, ...]:
         batch.is_clean,
         bool(batch.cancel_reason),
         batch.next_poll_at is None,
+        batch.unseen_since is None,
         voyage.timer is None,
         voyage.polls_under_way,
         tuple(sorted(f"{type(one).__name__}{getattr(one, 'is_final', '')}" for one in voyage.outstanding)),

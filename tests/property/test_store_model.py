@@ -162,6 +162,7 @@ _rows = st.builds(
     t0_ms=st.integers(-(2**63), 2**63 - 1),
     deadline_ms=st.integers(-(2**63), 2**63 - 1),
     key_digest=st.sampled_from(["k1", "k2", "k3"]),
+    masked=st.integers(0, 2**31),
 )
 _index_acts = st.one_of(
     st.tuples(st.just("put"), st.sampled_from(PARTITIONS), st.lists(_rows, max_size=40)),

@@ -38,6 +38,8 @@ FORMAT = 1
 """The format this version writes, and the newest it can read."""
 
 QUARTER_HOUR_S = 900
+UNCERTAIN = "uncertain"
+"""Member of a lot: its provider batch was found by its time and number of rows alone, so it may be somebody else's."""
 UNPRICED = "unpriced_rows"
 """Member of a tally: rows that ran and whose price is not known."""
 UNREAD = "unread_rows"

@@ -71,6 +71,9 @@ class BatchState(StrEnum):
     """Our own bug met this batch. Its rows stay in the ledger; an operator or a restart takes it up. The end."""
 
 
+FORBIDDEN = 403
+INLINE = FileId("inline")
+"""Stands for the input file of a batch whose rows travel in the create itself."""
 WINDOW_PASSED = "window_passed"
 """Why a batch is cancelled that outlasted its completion window and the grace."""
 IN_FLIGHT = frozenset({BatchState.VALIDATING, BatchState.IN_PROGRESS, BatchState.FINALIZING, BatchState.CANCELLING})
@@ -95,6 +98,8 @@ class MachineSettings:
     poll_factor: float = 1.5
     poll_max_s: float = 300.0
     """The cap is part of what the route's margin must hold."""
+    poll_stretch: float = 1.0
+    """Polls are so many times rarer while webhooks prove to arrive (``WebhookTrust.stretch``)."""
     poll_floor_s: float = 10.0
     """Never faster, also in ``finalizing`` and after a webhook: providers limit calls, and hours are in play."""
     poll_finalizing_s: float = 30.0
@@ -115,6 +120,9 @@ class MachineSettings:
     validating_slow_s: float = 300.0
     finalizing_slow_s: float = 3600.0
     cancelling_slow_s: float = 900.0
+    gone_grace_s: float = 3600.0
+    """So long a batch must not have been found, every time it was asked for, before it is taken for deleted. Providers
+    answer 404 for minutes after a create."""
     clean_pause_s: float = 60.0
 
 
@@ -149,7 +157,14 @@ class Batch:
     cancel_reason: str = ""
     warned: bool = False
     landing_since: datetime | None = None
+    unseen_since: datetime | None = None
+    """The first of the polls in a row that did not find it."""
     is_clean: bool = False
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether its rows travel in the create itself: there is no file, and so no fence against a late create."""
+        return self.input_file_id == INLINE
 
     @property
     def window_ends_at(self) -> datetime | None:
@@ -343,6 +358,18 @@ class ResultsUnavailable(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class ResultsNotOurs(Event):
+    """Not one line is of a row of ours: the batch was only taken for ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disowned(Event):
+    """No lot of ours names the provider batch any more. ``is_over``: none waits for one either, all have landed."""
+
+    is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class CleanedUp(Event):
     """Our lots are CLEAN."""
 
@@ -419,6 +446,10 @@ class HandRowsOn(Effect):
     """Hold the account (``account``) or the batch key (``key``) first; empty: neither."""
     halve: bool = False
     """The batch was refused for its size: its rows go on in batches of at most half as many."""
+    refused_row: int | None = None
+    """0-based row for whose sake the batch was refused: it fails, the others go on."""
+    failure: CallFailed | None = None
+    """What was said of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,6 +479,16 @@ class LandResults(Effect):
 
     snapshot: BatchSnapshot
     is_last_chance: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DisownBatch(Effect):
+    """Write our lots as they were before anything was known of a provider batch: this one is gone, or not ours.
+
+    Answers Disowned. A state, so twice is once.
+    """
+
+    provider_batch_id: ProviderBatchId
 
 
 @dataclass(frozen=True, slots=True)
@@ -627,7 +668,10 @@ def _refused(batch: Batch, event: CreateRefused, now: datetime, settings: Machin
     pause_s = max(_growing(settings.recreate_pause_s, 2.0, 120.0, batch.tries), failure.retry_after_s or 0.0)
     if failure.kind is CallFailure.ACCOUNT:
         return Transition(refused, (DeleteInput(), HandRowsOn("account", hold="account")))
-    if failure.is_too_large and batch.rows > 1:
+    if failure.row is not None and failure.row < batch.rows:
+        named = HandRowsOn("row_refused", refused_row=failure.row, failure=failure)
+        return Transition(refused, (DeleteInput(), named))
+    if batch.rows > 1 and (failure.is_too_large or (batch.is_inline and failure.kind is CallFailure.REJECTED)):
         return Transition(refused, (DeleteInput(), HandRowsOn("too_large", halve=True)))
     if now + timedelta(seconds=pause_s) > since + timedelta(seconds=settings.file_reuse_s):
         hold = "" if failure.kind in {CallFailure.THROTTLED, CallFailure.NOT_READY} else "key"
@@ -690,6 +734,35 @@ def _ask_again(batch: Batch, _event: Event, _now: datetime, settings: MachineSet
     return Transition(replace(batch, tries=batch.tries + 1), (LookUpBatch(after_s=pause_s),))
 
 
+@_on(S.SUBMISSION_UNKNOWN, Disowned, to=(S.LANDED,))
+def _look_elsewhere(batch: Batch, event: Disowned, now: datetime, _settings: MachineSettings) -> Transition:
+    """A batch that was deleted after it had been read to its end is wanted by nobody: what it leaves is cleaned up."""
+    if event.is_over:
+        return Transition(_enter(batch, S.LANDED, now), (CleanUp(),))
+    return Transition(replace(batch, tries=0), (LookUpBatch(),))
+
+
+def _disowned(batch: Batch, now: datetime) -> Transition:
+    """What was known of the provider batch is not true of ours: ask anew whether there is one."""
+    named = batch.provider_batch_id or (None if batch.snapshot is None else batch.snapshot.provider_batch_id)
+    moved = _enter(
+        batch,
+        S.SUBMISSION_UNKNOWN,
+        now,
+        provider_batch_id=None,
+        provider_status="",
+        counts=RequestCounts(),
+        snapshot=None,
+        submitted_at=None,
+        ended_at=None,
+        next_poll_at=None,
+        cancel_reason="",
+        landing_since=None,
+        unseen_since=None,
+    )
+    return Transition(moved, (LookUpBatch() if named is None else DisownBatch(named),))
+
+
 def _submitted(batch: Batch, snapshot: BatchSnapshot, now: datetime, settings: MachineSettings) -> Transition:
     submitted_at = snapshot.created_at or now
     first_s = min(settings.poll_max_s, settings.poll_first_s + batch.rows // 1000 * settings.poll_first_per_1000_rows_s)
@@ -722,6 +795,7 @@ def _polled(batch: Batch, event: PollAnswered, now: datetime, settings: MachineS
         provider_batch_id=snapshot.provider_batch_id,
         submitted_at=batch.submitted_at or snapshot.created_at or now,
         tries=0,
+        unseen_since=None,
     )
     if snapshot.status.is_terminal:
         landing = _enter(shown, S.LANDING, now, next_poll_at=None, landing_since=now, ended_at=snapshot.ended_at or now)
@@ -739,16 +813,30 @@ def _polled(batch: Batch, event: PollAnswered, now: datetime, settings: MachineS
     return decided
 
 
-@_on(tuple(IN_FLIGHT), PollFailed, to=(S.CANCELLING,))
+@_on(tuple(IN_FLIGHT), PollFailed, to=(S.CANCELLING, S.SUBMISSION_UNKNOWN))
 def _poll_failed(batch: Batch, event: PollFailed, now: datetime, settings: MachineSettings) -> Transition:
     """No single failure proves anything: a 404 may be a listing that lags, a 403 a key being rotated."""
     failure = event.failure
-    failed = replace(batch, tries=batch.tries + 1)
+    failed = _unseen(batch, failure, now)
+    if _is_gone(failed, now, settings):
+        return _disowned(failed, now)
     interval_s = max(batch.poll_interval_s * settings.poll_factor, failure.retry_after_s or 0.0)
     decided = _keep_watch(failed, now, settings, interval_s)
     if failure.kind is CallFailure.ACCOUNT:
         return replace(decided, effects=(Hold("account", failure.kind.value), *decided.effects))
     return decided
+
+
+def _unseen(batch: Batch, failure: CallFailed, now: datetime) -> Batch:
+    since = batch.unseen_since
+    if failure.kind is CallFailure.NOT_FOUND and batch.provider_batch_id is not None:
+        since = since or now
+    return replace(batch, tries=batch.tries + 1, unseen_since=since)
+
+
+def _is_gone(batch: Batch, now: datetime, settings: MachineSettings) -> bool:
+    since = batch.unseen_since
+    return since is not None and now >= since + timedelta(seconds=settings.gone_grace_s)
 
 
 def _keep_watch(batch: Batch, now: datetime, settings: MachineSettings, interval_s: float) -> Transition:
@@ -773,7 +861,8 @@ def _keep_watch(batch: Batch, now: datetime, settings: MachineSettings, interval
 
 def _next_poll(batch: Batch, now: datetime, settings: MachineSettings, interval_s: float) -> tuple[Batch, PollAt]:
     interval_s = min(max(interval_s, settings.poll_floor_s), settings.poll_max_s)
-    at = now + timedelta(seconds=interval_s)
+    # Here and not where the poll is made: a webhook must find the true time of the next poll to bring it forward from.
+    at = now + timedelta(seconds=interval_s * settings.poll_stretch)
     ends_at = batch.window_ends_at
     if ends_at is not None and now < ends_at < at:  # a poll is always due when the window ends
         at = max(ends_at, now + timedelta(seconds=settings.poll_floor_s))
@@ -827,7 +916,7 @@ def _lot_gained(batch: Batch, _event: Event, _now: datetime, _settings: MachineS
 
 @_on(S.LANDING, ResultsRead, to=(S.LANDED,))
 def _results_read(batch: Batch, _event: Event, now: datetime, _settings: MachineSettings) -> Transition:
-    return Transition(_enter(batch, S.LANDED, now), (CleanUp(),))
+    return Transition(_enter(batch, S.LANDED, now, unseen_since=None), (CleanUp(),))
 
 
 @_on(S.LANDING, ResultsIncomplete)
@@ -846,7 +935,9 @@ def _read_again(batch: Batch, event: Event, now: datetime, settings: MachineSett
             event.failure.retry_after_s or 0.0,
         )
         effects: tuple[Effect, ...] = ()
-        if event.failure.kind is CallFailure.ACCOUNT:
+        # A link that has gone stale is refused like a key without rights: only a fresh one tells them apart.
+        is_stale_link = event.failure.http_status == FORBIDDEN and batch.tries == 0
+        if event.failure.kind is CallFailure.ACCOUNT and not is_stale_link:
             effects = (Hold("account", event.failure.kind.value),)
         at = now + timedelta(seconds=pause_s)
         return Transition(replace(tried, next_poll_at=at), (*effects, PollAt(at)))
@@ -874,17 +965,27 @@ def _landing_polled(batch: Batch, event: PollAnswered, now: datetime, settings: 
         provider_status=event.snapshot.raw_status,
         provider_batch_id=event.snapshot.provider_batch_id,
         next_poll_at=None,
+        unseen_since=None,
     )
     return Transition(shown, (LandResults(event.snapshot),))
 
 
-@_on(S.LANDING, PollFailed)
+@_on(S.LANDING, PollFailed, to=(S.SUBMISSION_UNKNOWN,))
 def _landing_poll_failed(batch: Batch, event: PollFailed, now: datetime, settings: MachineSettings) -> Transition:
     if batch.next_poll_at is None:
         return Transition(batch)
+    failed = _unseen(batch, event.failure, now)
+    if _is_gone(failed, now, settings):
+        return _disowned(failed, now)
     pause_s = _growing(settings.poll_floor_s, settings.poll_factor, settings.poll_max_s, batch.tries)
     at = now + timedelta(seconds=max(pause_s, event.failure.retry_after_s or 0.0))
-    return Transition(replace(batch, tries=batch.tries + 1, next_poll_at=at), (PollAt(at),))
+    return Transition(replace(failed, next_poll_at=at), (PollAt(at),))
+
+
+@_on(S.LANDING, ResultsNotOurs, to=(S.SUBMISSION_UNKNOWN,))
+def _not_ours(batch: Batch, _event: Event, now: datetime, _settings: MachineSettings) -> Transition:
+    """Ours may be another one that was made in the same minute: the search goes on without this one."""
+    return _disowned(batch, now)
 
 
 @_on(S.LANDED, LotGained, to=(S.LANDING,))
@@ -926,9 +1027,12 @@ _ignore((S.REFUSED,), Admitted, HeldBack, UploadFailed)
 _ignore((S.REFUSED, *_END), InputDeleted, InputNotDeleted)
 _ignore((*IN_FLIGHT, S.LANDING, S.LANDED, *_END), BatchFound, BatchNotFound, LookUpFailed)
 _ignore((*IN_FLIGHT, S.LANDING, S.LANDED), InputDeleted, InputNotDeleted)
-_ignore(_END, RowsHandedOn, CleanedUp, CleanUpWaits, ResultsRead, ResultsIncomplete, ResultsUnavailable)
-_ignore((S.LANDED,), ResultsRead, ResultsIncomplete, ResultsUnavailable)
-_ignore((S.LANDING,), CleanedUp, CleanUpWaits)
+_ignore(_END, RowsHandedOn, CleanedUp, CleanUpWaits)
+_ignore((*_END, S.LANDED), ResultsRead, ResultsIncomplete, ResultsUnavailable, ResultsNotOurs)
+_ignore(_END, Disowned)
+# A clean-up that a gained lot overtook may still answer when the batch has turned out to be another's.
+_ignore((S.LANDING, S.SUBMISSION_UNKNOWN, *IN_FLIGHT), CleanedUp, CleanUpWaits)
+_ignore((S.SUBMISSION_UNKNOWN,), CancelAnswered, CancelFailed)
 _ignore(
     _END,
     Admitted,

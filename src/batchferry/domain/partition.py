@@ -22,6 +22,7 @@ from batchferry.domain.errors import InvariantBroken, LedgerTooNew
 from batchferry.domain.ids import LotId
 from batchferry.domain.ledger import (
     FORMAT,
+    UNCERTAIN,
     Claim,
     Lane,
     LedgerEntry,
@@ -232,6 +233,17 @@ class PartitionLedger:
         if not lot.is_at_provider:
             raise InvariantBroken(f"lot {lot_id} is {lot.state.value}: no provider batch can be its own")
         return [replace(lot, state=LotState.SUBMITTED, **fields)]  # type: ignore[arg-type]
+
+    def plan_disown(self, lot_id: LotId) -> list[LedgerEntry]:
+        """The provider batch that the lot names is gone, or is not its own. Twice is harmless.
+
+        Empty when there is no such lot, or nothing of it is at a provider.
+        """
+        lot = self.lots.get(lot_id)
+        if lot is None or lot.state is not LotState.SUBMITTED:
+            return []
+        extra = {name: value for name, value in lot.extra.items() if name != UNCERTAIN}
+        return [replace(lot, state=LotState.SUBMITTING, provider_batch_ids=(), submitted_at=None, extra=extra)]
 
     def _known(self, lot_id: LotId) -> Lot:
         lot = self.lots.get(lot_id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 from batchferry.domain.ids import LedgerId, WireId, parse_wire_id
 from batchferry.domain.ledger import Lot
@@ -23,7 +24,7 @@ class Whose(StrEnum):
     AGAIN = "again"
     """The same, but an earlier line has already named the row."""
     SIBLING = "sibling"
-    """A row of a partition that another replica owns; it reads the same files."""
+    """A row of a partition that another replica owns, of its lot as far as that is known; it reads the same files."""
     FOREIGN = "foreign"
     """Not of this batch: another environment's id, another partition, or not an id of ours at all."""
 
@@ -39,13 +40,21 @@ class Match:
 class Reconciliation:
     """The join of one batch's lots with its result lines; bounded by the rows of the lots."""
 
-    def __init__(self, lots: Mapping[int, Lot], ledger_ids: Mapping[int, LedgerId]) -> None:
+    def __init__(
+        self,
+        lots: Mapping[int, Lot],
+        ledger_ids: Mapping[int, LedgerId],
+        siblings: Mapping[int, Lot] = MappingProxyType({}),
+    ) -> None:
         """Take the lots this process owns, by partition, and their ledgers' ids.
 
         Args:
             lots: all of one batch.
             ledger_ids: of the same partitions.
+            siblings: the batch's lots in partitions of others, as far as they are known.
         """
+        # A lot that was cleaned up names no rows any more, and tells nothing.
+        self._siblings = {p: lot for p, lot in siblings.items() if p not in lots and lot.offsets}
         self._lots = dict(lots)
         self._ledger_ids = dict(ledger_ids)
         self._all_partitions = frozenset(p for lot in lots.values() for p in lot.partitions)
@@ -72,6 +81,10 @@ class Reconciliation:
             return Match(Whose.FOREIGN, wire)
         lot = self._lots.get(wire.partition)
         if lot is None:
+            sibling = self._siblings.get(wire.partition)
+            if sibling is not None and wire.offset not in sibling.offsets:
+                self.foreign += 1
+                return Match(Whose.FOREIGN, wire)
             self.siblings += 1
             return Match(Whose.SIBLING, wire)
         if wire.ledger_id != self._ledger_ids[wire.partition] or wire.offset not in lot.offsets:

@@ -29,7 +29,7 @@ WHERE partition = ? AND offset IN (SELECT value FROM json_each(?))
 
 # One value of many parts goes in and comes out a quarter faster than as many columns. A Kafka header's value may
 # be null; what went in comes out.
-_Packed = tuple[bytes | None, Headers, int, int, str]
+_Packed = tuple[bytes | None, Headers, int, int, str, int]
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(_Packed).decode
 _encode_json = msgspec.json.Encoder().encode
@@ -46,8 +46,8 @@ class RowIndex:
         if not rows:
             return
         values = [
-            (partition, offset, custom_id, _pack((key, headers, t0_ms, deadline_ms, digest)))
-            for offset, custom_id, key, headers, t0_ms, deadline_ms, digest in rows
+            (partition, offset, custom_id, _pack((key, headers, t0_ms, deadline_ms, digest, masked)))
+            for offset, custom_id, key, headers, t0_ms, deadline_ms, digest, masked in rows
         ]
         if len(values) < INSERT_GROUP_ROWS // 4:
             statement = _INSERT_ONE
@@ -66,8 +66,7 @@ class RowIndex:
         found: dict[int, IndexRow] = {}
         for piece in _pieces(offsets, LOOKUP_ROWS):
             for offset, custom_id, packed in await self._database.fetch(_SELECT, (partition, _as_json(piece))):
-                key, headers, t0_ms, deadline_ms, digest = _unpack(packed)
-                found[offset] = IndexRow(offset, custom_id, key, headers, t0_ms, deadline_ms, digest)
+                found[offset] = IndexRow(offset, custom_id, *_unpack(packed))
         return found
 
     async def known(self, partition: int, offsets: OffsetSet) -> OffsetSet:

@@ -36,6 +36,8 @@ from batchferry.domain.machine import (
     CreateRefused,
     CreateUnanswered,
     DeleteInput,
+    DisownBatch,
+    Disowned,
     Effect,
     Event,
     HandRowsOn,
@@ -58,6 +60,7 @@ from batchferry.domain.machine import (
     RecordSubmitting,
     RecreateDue,
     ResultsIncomplete,
+    ResultsNotOurs,
     ResultsRead,
     ResultsUnavailable,
     RowsHandedOn,
@@ -457,6 +460,40 @@ def test_one_failed_poll_proves_nothing():
     assert story.batch.state is S.IN_PROGRESS
 
 
+def test_an_hour_without_being_found_asks_the_question_anew():
+    """Deleted by somebody, or another's after all: the lots forget the batch, and a look-up decides about the rows."""
+    story = Story.in_flight()
+    gone = PollFailed(failed(CallFailure.NOT_FOUND))
+    assert story.tell(gone, after(100)) == (PollAt(after(115)),)
+    story.tell(PollFailed(failed(CallFailure.UNAVAILABLE)), after(2_000))
+    story.tell(PollAnswered(shown(P.IN_PROGRESS)), after(3_000))
+    story.tell(gone, after(3_100))
+    story.tell(gone, after(6_699))
+    assert story.batch.state is S.IN_PROGRESS
+    assert story.tell(gone, after(6_700)) == (DisownBatch(BATCH_1),)
+    assert story.batch.state is S.SUBMISSION_UNKNOWN
+    assert (story.batch.provider_batch_id, story.batch.snapshot, story.batch.submitted_at) == (None, None, None)
+    assert story.tell(Disowned(), after(6_701)) == (LookUpBatch(),)
+
+
+def test_a_batch_that_has_gone_after_it_was_read_is_only_cleaned_up():
+    """Killed between deleting and writing it down: nothing waits for the batch, so no other is looked for."""
+    story = landing()
+    story.tell(ResultsNotOurs(), after(100))
+    assert story.tell(Disowned(is_over=True), after(101)) == (CleanUp(),)
+    assert story.batch.state is S.LANDED
+
+
+def test_lines_of_others_send_the_search_on():
+    """A batch whose lines are all somebody else's was only taken for ours: ours may be another one."""
+    story = landing()
+    assert story.tell(ResultsNotOurs(), after(100)) == (DisownBatch(BATCH_1),)
+    story.tell(Disowned(), after(101))
+    found = replace(shown(P.COMPLETED), provider_batch_id=ProviderBatchId("batch_2"))
+    story.tell(BatchFound(found), after(102))
+    assert story.batch.provider_batch_id == "batch_2"
+
+
 def test_a_cancelled_batch_is_asked_until_it_has_ended():
     """After the cancel call the batch stays `cancelling`, whatever a lagging list says, until a terminal status."""
     story = Story.in_flight()
@@ -522,6 +559,18 @@ def test_a_result_file_that_cannot_be_fetched_is_never_taken_for_absence():
     hold, poll = story.tell(ResultsUnavailable(failed(CallFailure.ACCOUNT)), hours(9))
     assert hold == Hold("account", "account")
     assert isinstance(poll, PollAt)
+
+
+def test_a_refused_link_is_asked_for_again_before_the_account_is_held():
+    """A link that has gone stale is answered 403 too: the batch is read again first, and only then is it the key."""
+    refused = ResultsUnavailable(CallFailed("download", CallFailure.ACCOUNT, http_status=403))
+    story = landing()
+    assert story.tell(refused, after(100)) == (PollAt(after(110)),)
+    done = shown(P.COMPLETED, output_file_id=FileId("fresh"))
+    assert story.tell(PollAnswered(done), after(110)) == (LandResults(done),)
+    assert Hold("account", "account") in story.tell(refused, after(120))
+    bad_key = ResultsUnavailable(CallFailed("download", CallFailure.ACCOUNT, http_status=401))
+    assert Hold("account", "account") in landing().tell(bad_key, after(100))
 
 
 def test_a_listing_that_lags_does_not_undo_an_end():

@@ -10,9 +10,10 @@ import pytest
 
 from batchferry.domain.batchkey import BatchKey
 from batchferry.domain.errors import InvariantBroken, LedgerTooNew
-from batchferry.domain.ids import LedgerId, LotId, ProviderBatchId
+from batchferry.domain.ids import FileId, LedgerId, LotId, ProviderBatchId
 from batchferry.domain.ledger import (
     FORMAT,
+    UNCERTAIN,
     Claim,
     Lane,
     LedgerEntry,
@@ -277,6 +278,23 @@ def test_a_dissolved_lot_hands_all_its_unsettled_rows_on():
     plan = commit(ledger, ledger.plan_dissolve(A, [waiting(W, [0]), waiting(B, [2])]))
     assert plan[-1] == Tombstone(lot_key(A))
     assert [ledger.holder_of(offset) for offset in (0, 2)] == [ledger.lots[W], ledger.lots[B]]
+
+
+def test_a_disowned_lot_is_as_it_was_before_its_batch_was_known():
+    """No id, no instant, and nothing that says how it was found; only a lot that names a batch has one to forget."""
+    named = replace(
+        lot(A, [0, 1], state=LotState.SUBMITTED), provider_batch_ids=(ProviderBatchId("b"),), submitted_at=AT,
+        input_file_id=FileId("f"), extra={UNCERTAIN: True, "other": 1},
+    )  # fmt: skip
+    ledger = ledger_with(named)
+    commit(ledger, ledger.plan_disown(A))
+    expected = replace(
+        named, state=LotState.SUBMITTING, provider_batch_ids=(), submitted_at=None, extra={"other": 1}
+    )  # fmt: skip
+    assert ledger.lots[A] == expected
+    assert ledger.plan_disown(A) == []
+    assert ledger.plan_disown(LotId("unknown")) == []
+    assert ledger_with(lot(A, [], state=LotState.DONE)).plan_disown(A) == []
 
 
 def test_a_lot_without_rows_dissolves_into_nothing():

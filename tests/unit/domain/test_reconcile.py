@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -107,6 +108,17 @@ def test_lines_that_are_not_ours(line: str, whose: Whose):
     join = fresh()
     assert join.match(line).whose is whose
     assert join.absent_rows == len(ALL_OF_OURS)
+
+
+def test_a_siblings_lot_tells_its_rows_from_others():
+    """Where the lot of another replica is known, only its rows are of this batch; one that was cleaned up says nothing."""
+    lots = {partition: lot(partition) for partition in OURS}
+    theirs = replace(lot(0), offsets=OffsetSet([3, 8]))
+    join = Reconciliation(lots, OURS, {5: theirs})
+    assert join.match(wire(5, 3)).whose is Whose.SIBLING
+    assert join.match(wire(5, 4)).whose is Whose.FOREIGN
+    join = Reconciliation(lots, OURS, {5: replace(theirs, offsets=OffsetSet())})
+    assert join.match(wire(5, 4)).whose is Whose.SIBLING
 
 
 def test_a_match_tells_the_wire_id_it_read():
