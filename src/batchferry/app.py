@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,19 +22,35 @@ from ulid import ULID
 from batchferry import __version__
 from batchferry.clock import ScaledClock, SystemClock
 from batchferry.config import AccountSettings, Settings
+from batchferry.config.profiles import load_profile
 from batchferry.domain.errors import BatchferryError, ConfigError, GateRefused, KafkaUnavailable
 from batchferry.domain.money import warm_up
-from batchferry.domain.requests import RequestRules
+from batchferry.domain.requests import DEFAULT_ENDPOINTS, OWN_ENDPOINTS, RequestRules
 from batchferry.engine.gates import Finding, Verdict, World, look, look_without_broker
 from batchferry.engine.metered import MeteredProvider
 from batchferry.engine.supervisor import RunState, Supervisor
 from batchferry.kafka import AioKafka, EmbeddedBroker, KafkaClientSettings
 from batchferry.kafka.lapsed import LapsedMembers
 from batchferry.ports import BatchProvider, Clock
-from batchferry.providers.openai import CallTimeouts, OpenAIAccount, OpenAIProvider
-from batchferry.server import MAX_CONNECTIONS, AdminServer, make_app, webhook_route
-from batchferry.simulator import FaultRule, Scenario, SimulatorSettings, load_scenario, run_forever
+from batchferry.providers.anthropic import AnthropicAccount, AnthropicProvider
+from batchferry.providers.connection import CallTimeouts
+from batchferry.providers.gemini import GeminiAccount, GeminiProvider
+from batchferry.providers.mistral import MistralAccount, MistralProvider
+from batchferry.providers.openai import OpenAIAccount, OpenAIProvider
+from batchferry.server import (
+    MAX_CONNECTIONS,
+    AdminServer,
+    HookPlan,
+    WebhookProcess,
+    make_app,
+    plans_of,
+    try_webhook_process,
+    webhook_routes,
+)
+from batchferry.server.webhookwire import Rehearsal
+from batchferry.simulator import FaultRule, Scenario, SimulatorSettings, load_scenario, run_forever, with_webhooks
 from batchferry.store import LocalState
+from batchferry.store.archive import Archive, WhenFull
 from batchferry.telemetry import ServiceTelemetry, build_telemetry, error_fields
 
 EXIT_DRAINED = 0
@@ -64,6 +81,7 @@ __all__ = [
     "build_providers",
     "check_gates",
     "embedded_broker",
+    "openai_account",
     "run_service",
     "run_simulator",
 ]
@@ -127,43 +145,101 @@ def build_providers(settings: Settings, clock: Clock) -> dict[str, BatchProvider
 
 
 def _provider(name: str, account: AccountSettings, clock: Clock) -> BatchProvider:
+    match account.provider:
+        case "anthropic":
+            return AnthropicProvider(_anthropic_account(name, account), clock)
+        case "mistral":
+            window_hours = max(1, round(account.window_s / 3600))
+            return MistralProvider(MistralAccount(timeout_hours=window_hours, **_connection(name, account)), clock)
+        case "gemini":
+            expires_after_s = round(account.window_s)
+            return GeminiProvider(GeminiAccount(expires_after_s=expires_after_s, **_connection(name, account)), clock)
+        case "openai":
+            return OpenAIProvider(openai_account(name, account), clock)
+
+
+def _connection(name: str, account: AccountSettings) -> dict[str, Any]:
+    """What every family's account says of its connection."""
     timeouts = account.timeouts
-    return OpenAIProvider(
-        OpenAIAccount(
-            name=name,
-            base_url=account.base_url,
-            api_key="" if account.api_key is None else account.api_key.get_secret_value(),
-            organization=account.organization,
-            project=account.project,
-            headers={header: value.get_secret_value() for header, value in account.headers.items()},
-            completion_window=account.completion_window,
-            timeouts=CallTimeouts(
-                connect_s=timeouts.connect_s,
-                read_s=timeouts.read_s,
-                write_s=timeouts.write_s,
-                create_s=timeouts.create_s,
-                upload_s=timeouts.upload_s,
-                download_s=timeouts.download_s,
-            ),
-            max_connections=account.max_concurrent_calls,
-            max_sync_connections=account.sync.max_concurrency,
-            max_upload_bytes=account.limits.max_file_bytes,
-            file_purpose=account.dialect.file_purpose,
-            send_metadata=account.dialect.batch_metadata,
-            send_file_expiry=account.dialect.file_expiry,
+    return {
+        "name": name,
+        "base_url": account.base_url,
+        "api_key": "" if account.api_key is None else account.api_key.get_secret_value(),
+        "headers": {header: value.get_secret_value() for header, value in account.headers.items()},
+        "timeouts": CallTimeouts(
+            connect_s=timeouts.connect_s,
+            read_s=timeouts.read_s,
+            write_s=timeouts.write_s,
+            create_s=timeouts.create_s,
+            upload_s=timeouts.upload_s,
+            download_s=timeouts.download_s,
         ),
-        clock,
+        "max_connections": account.max_concurrent_calls,
+        "max_sync_connections": account.sync.max_concurrency,
+        "max_upload_bytes": account.limits.max_file_bytes,
+    }
+
+
+def _anthropic_account(name: str, account: AccountSettings) -> AnthropicAccount:
+    own, connection = account.anthropic, _connection(name, account)
+    # The rows travel in the create itself: it is given the time of an upload.
+    connection["timeouts"] = replace(connection["timeouts"], create_s=account.timeouts.upload_s)
+    return AnthropicAccount(
+        version=own.version,
+        betas=own.betas,
+        workspace=own.workspace,
+        key_header=own.key_header,
+        **connection,
     )
+
+
+def openai_account(name: str, account: AccountSettings) -> OpenAIAccount:
+    """The adapter's settings of an account that speaks like OpenAI, its profile's departures included."""
+    dialect = account.dialect
+    wire = dialect.wire
+    if account.sync.batch_chat and account.profile is not None:
+        chat = load_profile(account.profile).batch_chat
+        if chat is not None:
+            wire = replace(wire, sync_base_url=wire.sync_base_url or chat.base_url)
+    return OpenAIAccount(
+        organization=account.organization,
+        project=account.project,
+        query=account.query,
+        completion_window=account.completion_window,
+        list_page_size=dialect.list_page_size,
+        file_page_size=dialect.file_page_size,
+        file_purpose=dialect.file_purpose,
+        output_purpose=dialect.output_purpose,
+        send_metadata=dialect.batch_metadata,
+        send_file_expiry=dialect.file_expiry,
+        dialect=wire,
+        **_connection(name, account),
+    )
+
+
+def build_archive(settings: Settings) -> Archive | None:
+    """Where copies of result files stay; None: nowhere."""
+    archive = settings.archive
+    if archive.folder is None:
+        return None
+    when_full = WhenFull.DROP_OLDEST if archive.when_full == "drop_oldest" else WhenFull.REFUSE
+    max_bytes = None if archive.max_bytes is None else int(archive.max_bytes)
+    return Archive(archive.folder, max_bytes=max_bytes, max_age_s=archive.max_age_s, when_full=when_full)
 
 
 def request_rules(settings: Settings) -> RequestRules:
     """The limits an input record is held against."""
     routes = list(settings.routes.values())
 
+    families = {account.provider for account in settings.accounts.values()}
+    endpoints = set(DEFAULT_ENDPOINTS if families - OWN_ENDPOINTS.keys() else ())
+    endpoints |= {endpoint for family, endpoint in OWN_ENDPOINTS.items() if family in families}
+
     def default_url_of(model: str) -> str:
         return (settings.route_for(model) or routes[0]).endpoint
 
     return RequestRules(
+        endpoints=frozenset(endpoints),
         default_url=routes[0].endpoint,
         default_url_of=default_url_of if len({route.endpoint for route in routes}) > 1 else None,
         accounts=frozenset(settings.accounts),
@@ -187,13 +263,40 @@ async def check_gates(settings: Settings) -> list[Finding]:
     kafka = build_kafka(settings)
     providers = build_providers(settings, clock)
     try:
-        return list((await _look(settings, kafka, providers)).findings)
+        found = list((await _look(settings, kafka, providers)).findings)
     except KafkaUnavailable as error:
-        return await look_without_broker(error)
+        found = await look_without_broker(error)
     finally:
         for provider in providers.values():
             await provider.close()
         await kafka.aclose()
+    return found + await _look_at_webhooks(settings, clock)
+
+
+def _own_process_plans(settings: Settings) -> dict[str, HookPlan]:
+    """The webhooks that a process of their own takes; empty: there is none."""
+    server = settings.server
+    return plans_of(settings.accounts) if server.enabled and server.webhooks == "own_process" else {}
+
+
+def _rehearsal(settings: Settings) -> Rehearsal | None:
+    clock = settings.clock
+    if not clock.is_scaled or clock.origin is None or clock.started is None:
+        return None
+    return Rehearsal(clock.speed, clock.origin, clock.started)
+
+
+async def _look_at_webhooks(settings: Settings, clock: Clock) -> list[Finding]:
+    """Whether the webhook process can run here. Its port is not tried: a service beside us may have it already."""
+    plans = _own_process_plans(settings)
+    if not plans:
+        return []
+    gate, subject = "webhook process starts", f"port {settings.server.webhook_port}"
+    wrong = await try_webhook_process(plans, clock)
+    if wrong is None:
+        return [Finding(gate, Verdict.OK, subject, f"it takes deliveries for {', '.join(sorted(plans))}", "")]
+    remedy = "see the memory and process limits of this machine, or set server.webhooks to in_process"
+    return [Finding(gate, Verdict.WARN, subject, wrong, remedy)]
 
 
 async def _look(settings: Settings, kafka: AioKafka, providers: Mapping[str, BatchProvider]) -> World:
@@ -233,14 +336,23 @@ class Service:
             max_spool_bytes=2 * limits.spool_high_bytes,  # the high mark pauses; only a burst goes beyond it
             max_pending_bytes=limits.spool_buffer_bytes,
         )
+        self.archive = build_archive(settings)
         self.supervisor: Supervisor | None = None
         self._server: AdminServer | None = None
+        self._webhooks: WebhookProcess | None = None
         self._run: asyncio.Task[None] | None = None
 
     @property
     def admin_address(self) -> str | None:
         """``http://host:port`` of the probes, None when they are not served."""
         return None if self._server is None else self._server.address
+
+    @property
+    def webhook_address(self) -> str | None:
+        """``http://host:port`` that takes webhooks, None when no account has any or nothing is served."""
+        if self._webhooks is not None:
+            return self._webhooks.address
+        return self.admin_address if plans_of(self.settings.accounts) else None
 
     async def start(self) -> None:
         """Check the world, open the local state, begin to work.
@@ -261,11 +373,22 @@ class Service:
                     self,
                     telemetry=self.telemetry,
                     token=None if token is None else token.get_secret_value(),
-                    extra_routes=self._webhooks(),
+                    extra_routes=self._webhook_routes(),
                 ),
             )
             await self._server.start()
             self.telemetry.event("server_listening", host=self.settings.server.host, port=self._server.port)
+            if plans := _own_process_plans(self.settings):
+                self._webhooks = WebhookProcess(
+                    plans,
+                    self,
+                    host=self.settings.server.host,
+                    port=self.settings.server.webhook_port,
+                    clock=self.clock,
+                    telemetry=self.telemetry,
+                    rehearsal=_rehearsal(self.settings),
+                )
+                await self._webhooks.start()
         self.telemetry.event(
             "settings_loaded", routes=len(self.settings.routes), accounts=sorted(self.settings.accounts)
         )
@@ -282,6 +405,8 @@ class Service:
         if world.refusals:
             raise GateRefused(world.refusals)
         await self.store.start()
+        if self.archive is not None and (unusable := await self.archive.open()) is not None:
+            raise unusable
         await asyncio.to_thread(warm_up)  # the price data takes a second to load
         self.supervisor = Supervisor(
             self.settings,
@@ -295,16 +420,25 @@ class Service:
             world.max_outcome_bytes,
             world.partitions,
             world.input_retention_s,
+            self.archive,
         )
         self._run = asyncio.create_task(self.supervisor.run(), name="supervisor")
 
-    def _webhooks(self) -> Sequence[Route]:
-        keys = {name: key for name, account in self.settings.accounts.items() if (key := account.webhook_key)}
-        return [webhook_route(keys, self, clock=self.clock, telemetry=self.telemetry)] if keys else []
+    def _webhook_routes(self) -> Sequence[Route]:
+        if self.settings.server.webhooks != "in_process":
+            return []
+        hooks = {name: plan.hook() for name, plan in plans_of(self.settings.accounts).items()}
+        return webhook_routes(hooks, self, clock=self.clock, telemetry=self.telemetry) if hooks else []
 
-    async def poke(self, account: str, provider_batch_id: str) -> bool:
-        """A webhook named a batch; whether there was reason to look at it."""
-        return self.supervisor is not None and await self.supervisor.poke(account, provider_batch_id)
+    async def poke(self, account: str, provider_batch_id: str) -> bool | None:
+        """A webhook named a batch; whether there was reason to look at it, None when nobody waits for it.
+
+        Raises:
+            KafkaUnavailable: it cannot be known yet.
+        """
+        if self.supervisor is None or not self.supervisor.fleet.is_ready:
+            raise KafkaUnavailable("the ledgers are still being read")
+        return await self.supervisor.poke(account, provider_batch_id)
 
     def _metrics_text(self) -> bytes:
         if self._server is not None:
@@ -340,8 +474,8 @@ class Service:
             task.cancel()
         for task in ended:
             task.result()
-        if self._server is not None:
-            await self._server.stop(max(0.1, stop_by - loop.time()) / 2)
+        servers = [one for one in (self._webhooks, self._server) if one is not None]
+        await asyncio.gather(*(one.stop(max(0.1, stop_by - loop.time()) / 2) for one in servers))
         close = getattr(self.telemetry, "close", None)
         if close is not None:
             await close(max(0.1, stop_by - loop.time()) / 2)
@@ -365,9 +499,10 @@ class Service:
 
     async def status(self) -> Mapping[str, object]:
         """A short account of what waits and what is on its way."""
+        own = {} if self._webhooks is None else {"webhooks": self._webhooks.status()}
         if self.supervisor is None:
-            return {"state": "starting"}
-        return self.supervisor.status()
+            return {"state": "starting", **own}
+        return {**self.supervisor.status(), **own}
 
     async def batches(self) -> Sequence[Mapping[str, object]]:
         """The ``batch_jobs`` read model."""
@@ -488,6 +623,8 @@ def run_simulator(
     seed: int = 0,
     idle_exit_s: float | None = None,
     broker_dir: Path | None = None,
+    webhook_url: str | None = None,
+    webhook_secret_file: Path | None = None,
     on_ready: Callable[[str, str | None], None] | None = None,
 ) -> None:
     """Run a simulated provider until a signal or idleness ends it; blocks.
@@ -496,19 +633,22 @@ def run_simulator(
         clock: ``speed``, ``origin``, ``started`` as in the service's settings.
         keys: API keys with the project each belongs to; none: the one default key.
         broker_dir: an embedded broker runs beside it, as long as it does, with its data here.
+        webhook_url: where webhooks go, instead of where the scenario says.
+        webhook_secret_file: holds what they are proven by, instead of the scenario's secret.
         on_ready: called with the base URL and, if there is one, the broker's address.
 
     Raises:
         ConfigError: the scenario, the faults, the folder or the port cannot be used; every fault is listed.
         KafkaUnavailable: the embedded broker did not start.
     """
+    scenario = Scenario() if scenario_file is None else load_scenario(scenario_file)
     given: dict[str, Any] = {
         "host": host,
         "port": port,
         "data_dir": data_dir,
         "seed": seed,
         "idle_exit_s": idle_exit_s,
-        "scenario": Scenario() if scenario_file is None else load_scenario(scenario_file),
+        "scenario": with_webhooks(scenario, webhook_url, webhook_secret_file),
         "faults": () if faults_file is None else _fault_rules(faults_file),
         "clock": {"started_real" if name == "started" else name: value for name, value in (clock or {}).items()},
     }

@@ -58,6 +58,7 @@ class BatchActor:
         telemetry: Telemetry,
         mailbox_events: int,
         details: Mapping[str, object],
+        stretch: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self.batch = batch
         self._settings = settings
@@ -70,6 +71,7 @@ class BatchActor:
         self._effects: set[asyncio.Task[None]] = set()
         self._last_acts: set[asyncio.Task[None]] = set()
         self._details = dict(details)
+        self._stretch = stretch
         self._history: list[str] = []
 
     @property
@@ -120,7 +122,8 @@ class BatchActor:
     async def _handle(self, event: Event) -> None:
         before = self.batch
         try:
-            decided = transition(before, event, self._clock.now(), self._settings)
+            settings = replace(self._settings, poll_stretch=self._stretch())
+            decided = transition(before, event, self._clock.now(), settings)
         except IllegalTransition as error:
             await self._quarantine(str(error))
             return

@@ -337,10 +337,10 @@ class Admission:
 
     def price(self, key: BatchKey, rows: int, tokens: int, *, batch: bool) -> int | None:
         """Estimated picodollars of rows that have not run; None where no price is known."""
-        provider = self._settings.accounts[key.account].provider
+        prices = self._settings.accounts[key.account].price_list
         inputs = self.estimates.estimate(key.account, key.model, tokens)
         outputs = self.estimates.output_tokens(key.account, key.model, None, rows)
-        return estimated_price(provider, key.model, inputs, outputs, rows, self._clock.now(), batch=batch)
+        return estimated_price(prices, key.model, inputs, outputs, rows, self._clock.now(), batch=batch)
 
     def spent_by_sync(self, key: BatchKey, picodollars: int) -> None:
         """The sync lane has paid for a row."""

@@ -26,7 +26,7 @@ from batchferry.domain.batchkey import BatchKey
 from batchferry.domain.envelope import EventKind
 from batchferry.domain.errors import KafkaUnavailable, PartitionLost, StoreUnavailable
 from batchferry.domain.ids import BatchId, LotId
-from batchferry.domain.ledger import QUARTER_HOUR_S, Lane, LedgerEntry, Lot, LotState
+from batchferry.domain.ledger import QUARTER_HOUR_S, UNCERTAIN, Lane, LedgerEntry, Lot, LotState
 from batchferry.domain.offsets import OffsetSet
 from batchferry.domain.partition import PartitionLedger
 from batchferry.domain.rows import RowClass
@@ -198,7 +198,9 @@ class Deadlines:
         # Without room for its rows the batch is still the best they have: what the budget takes runs beside it.
         left_s = (max(row.deadline_ms for row in due) - now_ms) / 1000
         has_room = self._lane.room(lot.key, left_s) >= len(due)
-        if state is m.BatchState.LANDING:
+        if lot.extra.get(UNCERTAIN):
+            beside = list(due)  # what may be somebody else's is not cancelled
+        elif state is m.BatchState.LANDING:
             beside = pressing  # its results are being read; most of the due rows are among them
         elif is_wanted or (has_room and table.should_cancel(len(due), len(rows), share)):
             if state in m.IN_FLIGHT - {m.BatchState.CANCELLING}:

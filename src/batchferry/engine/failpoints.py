@@ -36,6 +36,8 @@ class Failpoint(StrEnum):
     LAND_AFTER = "land.after"
     DISSOLVE_BEFORE = "dissolve.before"
     DISSOLVE_AFTER = "dissolve.after"
+    DISOWN_BEFORE = "disown.before"
+    DISOWN_AFTER = "disown.after"
     HOLD_BEFORE = "hold.before"
     HOLD_AFTER = "hold.after"
     CLEAN_BEFORE = "clean.before"

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from batchferry.domain import control
 from batchferry.domain.errors import KafkaUnavailable, LedgerTooNew
 from batchferry.domain.ids import BatchId, LotId
-from batchferry.domain.ledger import Lot
+from batchferry.domain.ledger import Lot, lot_id_of
 from batchferry.domain.partition import PartitionLedger
+from batchferry.domain.webhooktrust import LiveBatches
 from batchferry.engine.failpoints import Failpoint, reach
 from batchferry.ports import Clock, KafkaPort, LogMark, LogTail, OutRecord, PlainProducer, Record, Telemetry
 from batchferry.telemetry import error_fields
@@ -43,6 +44,7 @@ class FleetView:
         self._ledger_topic = ledger_topic
         self._control_topic = control_topic
         self._ledgers: dict[int, PartitionLedger] = {}
+        self._live = LiveBatches()
         self.unreadable: set[int] = set()
         """Partitions in whose ledger a record could not be read: their absence of a lot proves nothing."""
         self.control = control.ControlState()
@@ -67,6 +69,7 @@ class FleetView:
                 started, records = asyncio.get_running_loop().time(), 0
                 self._reached_end.clear()  # what is read again is not known meanwhile
                 self._ledgers.clear()
+                self._live.clear()
                 self.unreadable.clear()
                 self._tail = tail
                 # Marked once: the fleet writes without a pause, and an end that moves along is never reached.
@@ -100,6 +103,11 @@ class FleetView:
         ledger = self._ledgers.setdefault(record.partition, PartitionLedger(record.partition))
         try:
             ledger.replay(record.key, record.value)
+            lot_id = lot_id_of(record.key)
+            if lot_id is not None:
+                lot = ledger.lots.get(lot_id)
+                names = lot.provider_batch_ids if lot is not None and lot.is_at_provider else ()
+                self._live.put(record.partition, lot_id, lot.key.account if lot is not None else "", names)
         except (ValueError, LedgerTooNew):
             # The owner of that partition refuses it; here it only means that we know less of a sibling.
             self.unreadable.add(record.partition)
@@ -142,6 +150,10 @@ class FleetView:
             for partition, ledger in self._ledgers.items()
             if LotId(batch_id) in ledger.lots
         }
+
+    def is_waited_for(self, account: str, provider_batch_id: str) -> bool:
+        """Whether a lot of this account is at the provider in this batch; at one price for any number of lots."""
+        return self._live.has(account, provider_batch_id)
 
     def ledgers(self) -> Mapping[int, PartitionLedger]:
         """Every partition's ledger as read; not to be changed."""

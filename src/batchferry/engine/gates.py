@@ -398,12 +398,13 @@ def _check_batch_fits(settings: Settings, gate: str, name: str, topic: TopicDesc
 
 async def _check_account(settings: Settings, name: str, provider: BatchProvider) -> Sequence[Finding]:
     """A key may have one right and lack the other: both are asked for, and told apart."""
-    found = [
-        _check_right(name, "batches", await provider.list_batches()),
-        _check_right(name, "files", await provider.list_files(FileRole.INPUT)),
-    ]
+    answers: dict[str, object] = {"batches": await provider.list_batches()}
+    if not provider.is_inline:  # else rows and results are parts of a batch, and a right to files is not needed
+        answers["files"] = await provider.list_files(FileRole.INPUT)
+    granted = [what for what, answer in answers.items() if not isinstance(answer, CallFailed)]
+    found = [_check_right(name, what, answer, granted) for what, answer in answers.items()]
     if all(one.verdict is Verdict.REFUSE for one in found):
-        remedy = f"check accounts.{name}.api_key, its project and its rights to files and batches"
+        remedy = f"check accounts.{name}.api_key, its project and its rights to {' and '.join(reversed(answers))}"
         found = [Finding("account is let in", Verdict.REFUSE, name, found[0].text, remedy)]
     skew_s = provider.clock_skew_s
     if skew_s is not None and abs(skew_s) > settings.limits.max_clock_skew_s:
@@ -419,18 +420,24 @@ async def _check_account(settings: Settings, name: str, provider: BatchProvider)
     return found
 
 
-def _check_right(name: str, what: str, answer: object) -> Finding:
+_WITHOUT = {
+    "batches": "no batch can be started or watched",
+    "files": "no input can be uploaded, and no result read or deleted",
+}
+
+
+def _check_right(name: str, what: str, answer: object, granted: Sequence[str]) -> Finding:
+    """What the answer to listing ``what`` says of the account's rights; ``granted`` are those that it has."""
     gate = f"account may use {what}"
     if not isinstance(answer, CallFailed):
         return Finding(gate, Verdict.OK, name)
     if answer.kind is CallFailure.ACCOUNT:
-        return Finding(
-            gate,
-            Verdict.REFUSE,
-            name,
-            f"the provider refuses to list this account's {what} ({answer.summary})",
-            f"check accounts.{name}.api_key and its project, and give the key the right to read and write {what}",
-        )
+        text = f"the provider refuses to list this account's {what} ({answer.summary})"
+        remedy = f"check accounts.{name}.api_key and its project, and give the key the right to read and write {what}"
+        if granted:
+            text += f", although it lists its {granted[0]}: the key is right and lacks a right; {_WITHOUT[what]}"
+            remedy = f"give the key of accounts.{name}.api_key the right to read and write {what}, or name another key"
+        return Finding(gate, Verdict.REFUSE, name, text, remedy)
     return Finding(
         gate,
         Verdict.WARN,

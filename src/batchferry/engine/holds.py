@@ -55,6 +55,11 @@ class Holds:
         """What keeps this batch key (or this kind of prompt in it) from being submitted now."""
         return self._fleet.control.standing(key, self._clock.now(), shape)
 
+    def account_is_held(self, account: str) -> bool:
+        """Whether the whole account must not submit now."""
+        scope, now = account_scope(account), self._clock.now()
+        return any(hold.scope == scope for hold in self._fleet.control.all_standing(now))
+
     @property
     def are_known(self) -> bool:
         """Whether the control topic has been read to its end; before that nothing may be submitted."""

@@ -18,23 +18,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
+import math
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
+from types import MappingProxyType
 
-from batchferry.config import Settings
+from batchferry.config import AccountSettings, Settings
 from batchferry.domain.batcherrors import BatchErrorKind
 from batchferry.domain.envelope import EventKind
-from batchferry.domain.errors import PartitionLost
+from batchferry.domain.errors import PartitionLost, StoreUnavailable
 from batchferry.domain.estimate import estimated_price
-from batchferry.domain.ids import BatchId
-from batchferry.domain.ledger import UNPRICED, UNREAD, Lane, Lot, LotTally
-from batchferry.domain.machine import Event, LandResults, ResultsIncomplete, ResultsRead, ResultsUnavailable
+from batchferry.domain.ids import BatchId, FileId
+from batchferry.domain.ledger import UNCERTAIN, UNPRICED, UNREAD, Lane, Lot, LotTally
+from batchferry.domain.machine import (
+    Event,
+    LandResults,
+    ResultsIncomplete,
+    ResultsNotOurs,
+    ResultsRead,
+    ResultsUnavailable,
+)
 from batchferry.domain.offsets import OffsetSet
 from batchferry.domain.partition import PartitionLedger
-from batchferry.domain.provider import BatchSnapshot, CallFailed, LineError, ProviderStatus, Usage
+from batchferry.domain.provider import BatchSnapshot, CallFailed, DownloadedFile, LineError, ProviderStatus, Usage
 from batchferry.domain.reconcile import Reconciliation, Whose
 from batchferry.domain.rows import ResultLine, RowClass, UnreadableLine
 from batchferry.engine.admission import Admission
@@ -58,8 +67,8 @@ from batchferry.engine.outcomes import OutcomeWriter
 from batchferry.engine.partition import PartitionTask
 from batchferry.engine.routing import Router
 from batchferry.engine.rowsource import RowSource
-from batchferry.engine.slots import Slots
-from batchferry.ports import BatchProvider, Clock, LocalStore, OutRecord, Telemetry
+from batchferry.engine.slots import OrderedSlots
+from batchferry.ports import BatchProvider, Clock, LocalStore, OutRecord, ResultArchive, Telemetry
 
 READ_BYTES = 1024 * 1024
 """One read of a result file. Lines are split on ``\\n`` bytes only: a model's text may hold U+2028."""
@@ -173,6 +182,30 @@ class _Place:
     length: int
 
 
+def results_gone_at(snapshot: BatchSnapshot, account: AccountSettings) -> datetime | None:
+    """When the provider deletes the batch's results, counted from its creation; None where that is not known."""
+    made = snapshot.created_at
+    return None if made is None or account.results_kept_s is None else made + timedelta(seconds=account.results_kept_s)
+
+
+class FileFacts:
+    """What this process knows of files at the provider, for the account of what was sent, fetched and deleted."""
+
+    def __init__(self, max_files: int = 10_000) -> None:
+        self._known: OrderedDict[FileId, tuple[int, str]] = OrderedDict()
+        self._max_files = max_files
+
+    def note(self, file_id: FileId, size_bytes: int, sha256: str) -> None:
+        """A file was sent or fetched."""
+        self._known[file_id] = size_bytes, sha256
+        while len(self._known) > self._max_files:
+            self._known.popitem(last=False)
+
+    def of(self, file_id: FileId) -> tuple[int | None, str | None]:
+        """Its bytes and its SHA-256 in hexadecimal; None where another process had it."""
+        return self._known.get(file_id, (None, None))
+
+
 class Landing:
     """Reads results for the lots this process owns."""
 
@@ -188,7 +221,11 @@ class Landing:
         holds: Holds,
         fates: Fates,
         admission: Admission,
+        files: FileFacts,
+        archive: ResultArchive | None = None,
     ) -> None:
+        self._files = files
+        self._archive = archive
         self._settings = settings
         self._limits = settings.limits
         self._store = store
@@ -202,12 +239,18 @@ class Landing:
         self._admission = admission
         self.on_answer: Callable[[int, int, ResultLine, str], None] | None = None
         """Told of the lines of our rows (partition, offset, line, endpoint) while somebody listens: a canary."""
-        self.downloads = Slots(settings.limits.max_downloads)
+        self.downloads = OrderedSlots(settings.limits.max_downloads)
 
     async def land(
-        self, batch_id: BatchId, own: OwnLots, effect: LandResults, provider: BatchProvider, memory: LandingMemory
+        self,
+        batch_id: BatchId,
+        own: OwnLots,
+        effect: LandResults,
+        provider: BatchProvider,
+        memory: LandingMemory,
+        siblings: Mapping[int, Lot] = MappingProxyType({}),
     ) -> Event:
-        """One reading of the batch; see the module's text."""
+        """One reading of the batch; see the module's text. ``siblings``: its lots in partitions of others."""
         snapshot = effect.snapshot
         lots = {partition: pair for partition, pair in own.items() if pair[1].is_at_provider}
         if not lots:
@@ -218,7 +261,9 @@ class Landing:
         counted = snapshot.counts.completed + snapshot.counts.failed
         if not file_ids and counted and not effect.is_last_chance:
             return ResultsIncomplete("no_file_ids")
-        async with self.downloads:
+        account = self._settings.accounts[next(iter(lots.values()))[1].key.account]
+        gone_at = results_gone_at(snapshot, account)
+        async with self.downloads.place(math.inf if gone_at is None else gone_at.timestamp()):
             paths: list[Path] = []
             try:
                 for number, file_id in enumerate(file_ids):
@@ -235,6 +280,8 @@ class Landing:
                                 reason=fetched.kind.value,
                             )
                             return ResultsUnavailable(fetched)
+                        if any(lot.extra.get(UNCERTAIN) for _, lot in lots.values()):
+                            return ResultsNotOurs()  # whoever knew it for his own has read and deleted it
                         self._telemetry.event("result_file_gone", batch_id=batch_id, file_kind=file_kind)
                         continue
                     self._telemetry.event(
@@ -247,14 +294,45 @@ class Landing:
                         duration_s=round(asyncio.get_running_loop().time() - started, 3),
                     )
                     paths.append(path)
+                    self._files.note(file_id, fetched.size_bytes, fetched.sha256)
+                    await self._keep(batch_id, path, file_kind, file_id, fetched)
                 reach(Failpoint.RESULTS_DOWNLOADED)
                 started_at = self._clock.now()
-                event = await self._read(batch_id, lots, effect, provider, memory, paths, counted)
+                event = await self._read(batch_id, lots, effect, provider, memory, paths, counted, siblings)
                 self._tell_span(batch_id, lots, snapshot, memory, started_at)
                 return event
             finally:
                 for path in paths:
                     path.unlink(missing_ok=True)
+
+    async def _keep(
+        self, batch_id: BatchId, path: Path, file_kind: str, file_id: FileId, fetched: DownloadedFile
+    ) -> None:
+        """Copy a result file to the archive, if there is one.
+
+        Raises:
+            StoreUnavailable: it cannot be kept, and the batch is to wait until it can.
+        """
+        if self._archive is None:
+            return
+        kept = await self._archive.keep(path, batch_id, file_kind, self._clock.now(), sha256=fetched.sha256)
+        if isinstance(kept, StoreUnavailable):
+            when_full = self._settings.archive.when_full
+            self._telemetry.event("archive_failed", batch_id=batch_id, file_kind=file_kind, waits=when_full == "wait")
+            if when_full == "wait":
+                raise kept
+            return
+        if kept.is_new:
+            self._telemetry.event(
+                "result_archived",
+                batch_id=batch_id,
+                file_kind=file_kind,
+                file_id=file_id,
+                bytes=fetched.size_bytes,
+                sha256=fetched.sha256,
+            )
+        if kept.dropped:
+            self._telemetry.event("archive_dropped", files=len(kept.dropped))
 
     def _tell_span(
         self, batch_id: BatchId, lots: OwnLots, snapshot: BatchSnapshot, memory: LandingMemory, started_at: datetime
@@ -289,6 +367,7 @@ class Landing:
         memory: LandingMemory,
         paths: Sequence[Path],
         counted: int,
+        siblings: Mapping[int, Lot],
     ) -> Event:
         for partition, (task, lot) in lots.items():
             gone = await self._source.index(partition, task.ledger.unsettled(lot.offsets))
@@ -301,6 +380,7 @@ class Landing:
         join = Reconciliation(
             {partition: lot for partition, (_, lot) in lots.items()},
             {partition: task.ledger_id for partition, (task, _) in lots.items()},
+            siblings,
         )
         first = _FirstPass(batch_id, effect.snapshot, lots, join, memory)
         try:
@@ -319,6 +399,9 @@ class Landing:
                     "batch_incomplete", batch_id=batch_id, lines=join.lines + first.unnamed, counted=counted
                 )
             reach(Failpoint.RESULTS_READ)
+            is_uncertain = any(lot.extra.get(UNCERTAIN) for _, lot in lots.values())
+            if is_uncertain and join.foreign == join.lines and (join.lines or effect.is_last_chance):
+                return ResultsNotOurs()
             absent = {partition: join.absent(partition) for partition in lots}
             absent = {partition: rows for partition, rows in absent.items() if rows}
             absent_class = self._class_of_absent(effect, memory, absent)
@@ -597,7 +680,7 @@ class Landing:
         if counted is None or set(lot.partitions) != set(first.lots) or min(inputs, outputs) < 0:
             tally.unread = lost
             return
-        provider = self._settings.accounts[lot.key.account].provider
+        prices = self._settings.accounts[lot.key.account].price_list
         when = lot.submitted_at or lot.created_at
         left = rows
         for partition, some in lost.items():
@@ -605,7 +688,7 @@ class Landing:
             inputs, outputs, left = inputs - mine.input_tokens, outputs - mine.output_tokens, left - some
             paid, listed = (
                 estimated_price(
-                    provider, lot.key.model, mine.input_tokens, mine.output_tokens, some, when, batch=is_batch
+                    prices, lot.key.model, mine.input_tokens, mine.output_tokens, some, when, batch=is_batch
                 )
                 for is_batch in (True, False)
             )
@@ -629,6 +712,29 @@ class Landing:
         if faults >= route.alarm_min_rows and faults > rows * PROVIDER_ALARM_RATIO:
             classes = {one.value: count for one in BLAMES_PROVIDER if (count := tally.rows(one))}
             await self._holds.alarm("provider_failures", first.batch_id, first.key, rows=faults, codes=classes)
+
+    async def fail_row(self, task: PartitionTask, lot: Lot, line: int, failure: CallFailed) -> None:
+        """A create was refused for the sake of this 1-based line: its row fails, if it is of this lot.
+
+        Raises:
+            KafkaUnavailable, StoreUnavailable: its words cannot be had now.
+        """
+        offset = lot.offset_of_line(line)
+        if offset is None:
+            return
+        with contextlib.suppress(PartitionLost):
+            await self._source.index(task.partition, OffsetSet([offset]))
+            said = ResultLine(
+                "",
+                RowClass.INVALID_REQUEST,
+                failure.http_status,
+                failure.request_id,
+                None,
+                failure.code,
+                failure.message,
+            )
+            await self._fates.judge(task, lot, [(offset, said)], None, Heirs())
+            await task.flush()
 
     # ------------------------------------------------------------------------------------------ failed batches
 

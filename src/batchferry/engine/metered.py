@@ -57,11 +57,13 @@ class MeteredProvider:
         Args:
             max_clock_skew_s: how far the provider's clock may be from ours before that is told.
         """
+        self.is_inline = provider.is_inline
         self.name = provider.name
         self._provider = provider
         self._telemetry = telemetry
         self._max_clock_skew_s = max_clock_skew_s
         self._is_skewed = False
+        self.check_request = provider.check_request
         self.render_line = provider.render_line
         self.line_head = provider.line_head
         self.parse_line = provider.parse_line
@@ -77,10 +79,23 @@ class MeteredProvider:
         return answer
 
     async def create(
-        self, file_id: FileId, endpoint: str, completion_window: str, metadata: Mapping[str, str]
+        self,
+        file_id: FileId,
+        endpoint: str,
+        completion_window: str,
+        metadata: Mapping[str, str],
+        model: str = "",
     ) -> BatchSnapshot | CallFailed:
         """As the port says."""
-        return await self._call("create", self._provider.create(file_id, endpoint, completion_window, metadata))
+        made = self._provider.create(file_id, endpoint, completion_window, metadata, model)
+        return await self._call("create", made)
+
+    async def create_inline(self, source: UploadSource, endpoint: str, model: str) -> BatchSnapshot | CallFailed:
+        """As the port says; the rows' bytes are counted once the batch exists."""
+        answer = await self._call("create", self._provider.create_inline(source, endpoint, model))
+        if isinstance(answer, BatchSnapshot):
+            self._telemetry.count("upload_bytes", source.size_bytes)
+        return answer
 
     async def retrieve(self, provider_batch_id: ProviderBatchId) -> BatchSnapshot | CallFailed:
         """As the port says."""

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -102,6 +102,8 @@ class OutcomeWriter:
         self._co_partitioned: set[str] = set()
         self.learn_partitions(partitions)
         self._router = Router(settings)
+        self.quote: Callable[[Record], Original | None] = lambda record: quote_original(record.value)
+        """How a failure quotes its request."""
         self._counts: Counter[tuple[str, str, str]] = Counter()
 
     def learn_partitions(self, partitions: Mapping[str, int]) -> None:
@@ -115,12 +117,13 @@ class OutcomeWriter:
         """What the row of this line cost, by the model that answered."""
         if line.usage is None:
             return RowPrice(None)
-        provider = self._settings.accounts[lot.key.account].provider
+        account = self._settings.accounts[lot.key.account]
+        prices = account.price_list
         when = lot.submitted_at or lot.created_at
-        batch = lot.lane is Lane.BATCH
-        price = price_row(provider, line.model or lot.key.model, line.usage, when, batch=batch)
+        batch = lot.lane is Lane.BATCH or account.sync.batch_chat
+        price = price_row(prices, line.model or lot.key.model, line.usage, when, batch=batch)
         if price is None and line.model:
-            price = price_row(provider, lot.key.model, line.usage, when, batch=batch)
+            price = price_row(prices, lot.key.model, line.usage, when, batch=batch)
         return RowPrice(price)
 
     def results(
@@ -403,7 +406,7 @@ class OutcomeWriter:
             str(bad.rule),
             f"{where}: {bad.message}",
             now,
-            quote_original(record.value),
+            self.quote(record),
             remedy=bad.remedy,
         )
         return Settlement(record.offset, made, t0_ms)
@@ -463,7 +466,7 @@ class OutcomeWriter:
             f"{record.topic}-{record.partition}@{record.offset}: no provider had this request yet, and the input topic"
             " was about to delete it",
             now,
-            quote_original(record.value),
+            self.quote(record),
             remedy="raise retention.ms of the input topic, see why requests wait so long, and send it again",
         )
         return Settlement(record.offset, made, 0)
@@ -497,6 +500,7 @@ class OutcomeWriter:
             attempts=attempts,
             batch=facts,
             source_event=event_id_of(row.headers) if row.headers else None,
+            masked=row.masked,
         )
 
     def _bare_context(self, task: PartitionTask, row: IndexRow) -> OutcomeContext:
@@ -509,6 +513,7 @@ class OutcomeWriter:
             t0=from_ms(row.t0_ms),
             deadline=from_ms(row.deadline_ms),
             source_event=event_id_of(row.headers),
+            masked=row.masked,
         )
 
     def _facts(self, lot: Lot, snapshot: BatchSnapshot | None, now: datetime | None) -> BatchFacts:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from batchferry.config import RouteSettings, Settings
 from batchferry.domain.accumulator import SealLimits
 from batchferry.domain.batchkey import BatchKey
 from batchferry.domain.context import context_tokens
-from batchferry.domain.requests import REMEDIES, BadRecord, RecordRule, Request
+from batchferry.domain.requests import (
+    OWN_ENDPOINTS,
+    REMEDIES,
+    BadRecord,
+    RecordRule,
+    Request,
+)
 from batchferry.domain.retry import RetryPolicy
 from batchferry.domain.rows import RowClass
 from batchferry.domain.times import WaitPlan, plan_waits
@@ -37,8 +44,13 @@ class Routed:
     long_tokens: int
     """Rows of more estimated tokens go their own way, or may be too long for their model."""
     context_tokens: int | None
+    max_line_bytes: int
+    """What the account takes as one line."""
+    marks_cache: bool
+    """System prompts are marked for the provider's cache."""
     is_special: bool
-    """Every row is looked at more closely: a canary, a demand for ``max_tokens``, or prompts to group."""
+    """Every row is looked at more closely: a canary, a demand for ``max_tokens``, prompts to group, or the sync lane
+    for all."""
 
 
 class Router:
@@ -47,17 +59,32 @@ class Router:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._cache: dict[tuple[str, str, str, str | None], Routed | BadRecord] = {}
+        self.is_held: Callable[[str], bool] = lambda _account: False
+        """Whether an account must not submit now; asked only for routes with accounts to fall back on."""
 
     def route(self, request: Request) -> Routed | BadRecord:
-        """The route, or the refusal of a request that no route takes."""
-        asked = (request.model, request.url, request.slice, request.account)
+        """The route, or the refusal of a request that no route takes.
+
+        While the route's account is held, a request that names none takes the first of the route's ``fallback`` that is
+        not.
+        """
+        known = self._known(request.model, request.url, request.slice, request.account)
+        if isinstance(known, BadRecord):
+            return BadRecord(rule=known.rule, message=known.message, remedy=known.remedy, custom_id=request.custom_id)
+        if known.route.fallback and request.account is None and self.is_held(known.key.account):
+            for account in known.route.fallback:
+                other = self._known(request.model, request.url, request.slice, account)
+                if not isinstance(other, BadRecord) and not self.is_held(account):
+                    return other
+        return known
+
+    def _known(self, model: str, url: str, slice_: str, account: str | None) -> Routed | BadRecord:
+        asked = (model, url, slice_, account)
         known = self._cache.get(asked)
         if known is None:
             if len(self._cache) >= CACHE_ENTRIES:
                 self._cache.clear()
             known = self._cache[asked] = self._find(*asked)
-        if isinstance(known, BadRecord):
-            return BadRecord(rule=known.rule, message=known.message, remedy=known.remedy, custom_id=request.custom_id)
         return known
 
     def _find(self, model: str, url: str, slice_: str, account: str | None) -> Routed | BadRecord:
@@ -71,9 +98,13 @@ class Router:
             )
         name = account or route.account
         paying = self._settings.accounts[name]
+        if not _speaks(paying.provider, url):
+            rule = RecordRule.SHAPE_NOT_SUPPORTED
+            text = f"account {name} ({paying.provider}) has no endpoint {url}"
+            return BadRecord(rule=rule, message=text, remedy="name another account or route, or " + REMEDIES[rule])
         key = BatchKey(name, url, model, paying.completion_window, slice_)
         plan = plan_waits(route.sla_s, paying.window_s, route.margin_s, route.max_wait_s)
-        context = route.context_tokens or context_tokens(paying.provider, model)
+        context = route.context_tokens or context_tokens(paying.knows_models_of, model)
         return Routed(
             route,
             key,
@@ -91,7 +122,12 @@ class Router:
             round(route.max_age_s * 1000),
             min(_NO_LIMIT if route.long_row is None else route.long_row.over_tokens, context or _NO_LIMIT),
             context,
-            route.canary is not None or route.missing_max_tokens != "allow" or route.group_prefixes,
+            paying.limits.max_line_bytes or paying.limits.max_file_bytes,
+            paying.provider == "anthropic" and paying.anthropic.cache_prompts,
+            route.canary is not None
+            or route.missing_max_tokens != "allow"
+            or route.group_prefixes
+            or route.lane == "sync",
         )
 
     def for_key(self, key: BatchKey) -> Routed | None:
@@ -126,3 +162,9 @@ def retry_policy(settings: Settings, key: BatchKey, routed: Routed | None) -> Re
         route.late,
         route.larger_model,
     )
+
+
+def _speaks(provider: str, url: str) -> bool:
+    """Whether accounts of this family know the endpoint."""
+    own = OWN_ENDPOINTS.get(provider)
+    return url == own if own is not None else url not in OWN_ENDPOINTS.values()

@@ -11,13 +11,40 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
+import msgspec
+
+from batchferry.domain.caching import add_cache_marker
 from batchferry.domain.envelope import Original, quote_original
 from batchferry.domain.ids import MAX_WIRE_ID_CHARS
+from batchferry.domain.masking import Masker, MaskFault, mask_body
 from batchferry.domain.offsets import OffsetSet
-from batchferry.domain.requests import BadRecord, Request, RequestRules, check_deadline, parse_request
+from batchferry.domain.requests import (
+    REMEDIES,
+    BadRecord,
+    RecordRule,
+    Request,
+    RequestRules,
+    check_deadline,
+    parse_request,
+)
+from batchferry.domain.shapes import prefix
 from batchferry.domain.times import first_seen_ms, from_ms, to_ms
 from batchferry.engine.routing import Routed, Router
-from batchferry.ports import BatchProvider, Clock, IndexRow, KafkaPort, LocalStore, Record
+from batchferry.ports import BatchProvider, Clock, IndexRow, KafkaPort, LocalStore, Record, Telemetry
+
+LINE_FRAME_BYTES = 512
+"""Kept free of an account's longest line for what stands around the body: wire id, method, endpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Masking:
+    """How personal data is kept out of what is written and sent."""
+
+    masker: Masker | None = None
+    max_body_bytes: int = 1_000_000
+
+
+NO_MASKING = Masking()
 
 
 class Accepted(NamedTuple):
@@ -51,6 +78,19 @@ class RowLines:
     refused: list[tuple[Record, BadRecord]] = field(default_factory=list)
 
 
+def _unfit(request: Request, account: str, member: str, why: str) -> BadRecord:
+    rule = RecordRule.NOT_IN_A_BATCH
+    what, _, remedy = why.rpartition(": ")
+    text = f"{member}: {what} (account {account})"
+    return BadRecord(rule=rule, message=text, remedy=remedy or REMEDIES[rule], custom_id=request.custom_id)
+
+
+def _too_large(request: Request, account: str, size_bytes: int, max_bytes: int) -> BadRecord:
+    rule = RecordRule.TOO_LARGE
+    text = f"the body has {size_bytes} bytes, and account {account} takes {max_bytes} in one line"
+    return BadRecord(rule=rule, message=text, remedy=REMEDIES[rule], custom_id=request.custom_id)
+
+
 def refused_row(record: Record, bad: BadRecord, now_ms: int) -> IndexRow:
     """The index row of a record that was accepted once and is refused by today's rules: its words are still there."""
     t0_ms = first_seen_ms(record.timestamp, now_ms)
@@ -69,7 +109,11 @@ class RowSource:
         rules: RequestRules,
         router: Router,
         providers: Mapping[str, BatchProvider],
+        telemetry: Telemetry,
+        masking: Masking = NO_MASKING,
     ) -> None:
+        self._telemetry = telemetry
+        self._masking = masking
         self._kafka = kafka
         self._store = store
         self._clock = clock
@@ -77,6 +121,7 @@ class RowSource:
         self._rules = rules
         self._router = router
         self._providers = providers
+        self._checks = {name: provider.check_request for name, provider in providers.items()}
 
     def accept(self, record: Record, now_ms: int) -> Accepted | BadRecord:
         """What a record asks for and when it must leave, or why it is refused. Runs once for every record."""
@@ -86,6 +131,19 @@ class RowSource:
         routed = self._router.route(request)
         if type(routed) is not Routed:
             return cast("BadRecord", routed)
+        masked = 0
+        if self._masking.masker is not None and routed.route.mask:
+            found = self._mask(request)
+            if type(found) is BadRecord:
+                return found
+            request, masked = cast("tuple[Request, int]", found)
+        if routed.marks_cache and prefix(request.body) is not None:
+            request = msgspec.structs.replace(request, body=add_cache_marker(request.body))
+        account, size_bytes = routed.key.account, len(request.body)
+        if (unfit := self._checks[account](request.url, request.body)) is not None:
+            return _unfit(request, account, *unfit)
+        if size_bytes > routed.max_line_bytes - LINE_FRAME_BYTES:
+            return _too_large(request, account, size_bytes, routed.max_line_bytes - LINE_FRAME_BYTES)
         t0_ms = record.timestamp
         if t0_ms > now_ms or t0_ms < 0:
             t0_ms = now_ms
@@ -102,9 +160,50 @@ class RowSource:
                 deadline_ms=None if request.deadline is None else to_ms(request.deadline),
             )
         row = IndexRow(
-            record.offset, request.custom_id, record.key, request.passed_headers, t0_ms, deadline_ms, routed.digest
+            record.offset,
+            request.custom_id,
+            record.key,
+            request.passed_headers,
+            t0_ms,
+            deadline_ms,
+            routed.digest,
+            masked,
         )
         return Accepted(row, request, routed, ship_by_ms)
+
+    def _mask(self, request: Request) -> tuple[Request, int] | BadRecord:
+        """The request without personal data, and in how many places; a refusal where that cannot be had."""
+        masking, rule = self._masking, RecordRule.NOT_MASKABLE
+        assert masking.masker is not None
+        if len(request.body) > masking.max_body_bytes:
+            text = f"the body has {len(request.body)} bytes, and no more than {masking.max_body_bytes} are masked"
+            remedy = "shorten the request, or raise mask.max_body_bytes"
+            return BadRecord(rule=rule, message=text, remedy=remedy, custom_id=request.custom_id)
+        masked = mask_body(masking.masker, request.body, request.url)
+        if masked is None:
+            return request, 0
+        if isinstance(masked, MaskFault):
+            text = f"the request could not be masked ({masked.value})"
+            return BadRecord(rule=rule, message=text, remedy=REMEDIES[rule], custom_id=request.custom_id)
+        for name, places in masked.counts.items():
+            self._telemetry.count("masked_places", places, rule=name)
+        return msgspec.structs.replace(request, body=masked.body), sum(masked.counts.values())
+
+    def quote(self, record: Record) -> Original | None:
+        """A record's value as a failure quotes it: bounded, and masked where requests are.
+
+        A record that cannot be read as a request cannot be masked: with a masker it is not quoted.
+        """
+        if self._masking.masker is None:
+            return quote_original(record.value)
+        accepted = self.accept(record, round(self._clock.now().timestamp() * 1000))
+        if isinstance(accepted, BadRecord):
+            return None
+        if not accepted.routed.route.mask:
+            return quote_original(record.value)
+        request = accepted.request
+        members = {"custom_id": request.custom_id, "url": request.url, "body": msgspec.Raw(request.body)}
+        return quote_original(msgspec.json.encode(members))
 
     async def read(self, partition: int, offsets: OffsetSet) -> AsyncGenerator[Sequence[Record], None]:
         """The input records at these offsets that the log still has, in bounded chunks."""
@@ -194,7 +293,7 @@ class RowSource:
         async with aclosing(self.read(partition, offsets)) as reading:
             async for records in reading:
                 for record in records:
-                    quote = quote_original(record.value)
+                    quote = self.quote(record)
                     if quote is not None:
                         quotes[record.offset] = quote
         return quotes

@@ -16,7 +16,8 @@ from datetime import datetime, timedelta
 from batchferry.config import AccountSettings
 from batchferry.domain.ids import BatchId, ProviderBatchId
 from batchferry.domain.machine import Event, PollAnswered, PollFailed
-from batchferry.domain.provider import BatchSnapshot, CallFailed, CallFailure
+from batchferry.domain.provider import BatchSnapshot, CallFailed, CallFailure, ProviderStatus
+from batchferry.domain.webhooktrust import WebhookTrust
 from batchferry.engine.metered import tell_failed_call
 from batchferry.engine.slots import Slots
 from batchferry.ports import BatchProvider, Clock, Telemetry
@@ -67,6 +68,10 @@ class PollScheduler:
         self._wanted_at: dict[BatchId, datetime] = {}
         """When each batch was to be asked for that has not been answered yet, whatever held the poll up since."""
         self._not_before: dict[str, datetime] = {}
+        self._trust = {name: WebhookTrust() for name, account in accounts.items() if account.webhook_secret}
+        self._stretched: set[str] = set()
+        """Accounts whose polls were last told to be rarer."""
+        self.on_webhook_missing: Callable[[str], None] = lambda _account: None
         self.calls = {name: Slots(account.max_concurrent_calls) for name, account in accounts.items()}
         self._round_at = 0.0
         """Real seconds (event loop time) when ``run`` last looked at what is due; 0 before it runs."""
@@ -88,6 +93,38 @@ class PollScheduler:
         self._due_at.pop(batch_id, None)
         self._what.pop(batch_id, None)
         self._wanted_at.pop(batch_id, None)
+
+    def told(self, account: str, provider_batch_id: ProviderBatchId) -> None:
+        """A webhook named this batch."""
+        trust = self._trust.get(account)
+        if trust is not None:
+            trust.told(provider_batch_id, self._clock.now())
+
+    def stretch(self, account: str) -> float:
+        """By what the time between two polls of this account's batches is multiplied now, 1 to 4."""
+        trust = self._trust.get(account)
+        factor = 1.0 if trust is None else trust.stretch(self._clock.now())
+        if factor > 1.0:
+            self._stretched.add(account)
+        return factor
+
+    def _shown(self, account: str, snapshot: BatchSnapshot, asked_at: datetime) -> None:
+        """What a poll found, as evidence of webhooks."""
+        trust = self._trust.get(account)
+        if trust is None:
+            return
+        if not snapshot.status.is_terminal:
+            trust.found_running(snapshot.provider_batch_id, asked_at)
+        elif snapshot.status is ProviderStatus.CANCELLED:
+            trust.forget(snapshot.provider_batch_id, self._clock.now())  # our own doing; not all senders tell of it
+        else:
+            trust.found_ended(snapshot.provider_batch_id, self._clock.now(), snapshot.ended_at)
+
+    def _look_for_missing(self) -> None:
+        for account in list(self._stretched):
+            if self._trust[account].stretch(self._clock.now()) == 1.0:
+                self._stretched.discard(account)
+                self.on_webhook_missing(account)
 
     def overdue_s(self) -> float:
         """How late the most overdue poll is, in seconds of the service's clock; 0 when none is."""
@@ -112,6 +149,7 @@ class PollScheduler:
                 self._round_at = loop.time()
                 if not any(one.taken for one in self.calls.values()):
                     self._progress_at = self._round_at
+                self._look_for_missing()
                 for account, due in self._take_due().items():
                     group.create_task(self._ask(account, due), name=f"poll {account}")
                 await asyncio.sleep(TICK_S)
@@ -146,11 +184,13 @@ class PollScheduler:
 
     async def _ask_one(self, account: str, due: Due) -> None:
         async with self.calls[account]:
+            asked_at = self._clock.now()
             answer = await self._providers[account].retrieve(due.provider_batch_id)
             self._progress_at = asyncio.get_running_loop().time()
         self._telemetry.count("polls", how="single")
         self._wanted_at.pop(due.batch_id, None)
         if isinstance(answer, BatchSnapshot):
+            self._shown(account, answer, asked_at)
             self._post(due.batch_id, PollAnswered(answer))
         else:
             self._failed(account, answer)
@@ -161,6 +201,7 @@ class PollScheduler:
         wanted = {one.provider_batch_id: one for one in due}
         cursor: str | None = None
         for _ in range(self._accounts[account].poll.list_pages):
+            asked_at = self._clock.now()
             page = await self._providers[account].list_batches(cursor)
             self._progress_at = asyncio.get_running_loop().time()
             if isinstance(page, CallFailed):
@@ -170,6 +211,7 @@ class PollScheduler:
             for snapshot in page.batches:
                 one = wanted.pop(snapshot.provider_batch_id, None)
                 if one is not None:
+                    self._shown(account, snapshot, asked_at)
                     self._telemetry.count("polls", how="list")
                     self._wanted_at.pop(one.batch_id, None)
                     self._post(one.batch_id, PollAnswered(snapshot))

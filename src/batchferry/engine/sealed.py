@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -121,6 +122,8 @@ class BatchFile:
         self._provider = provider
         self._sealed = sealed
         self._wanted = {partition: part.offsets for partition, part in sealed.parts.items()}
+        self.sha256 = ""
+        """Of what was sent, in hexadecimal, once ``chunks`` has come to its end."""
         self._ids = {partition: (part.task.ledger_id, part.submission) for partition, part in sealed.parts.items()}
 
     @property
@@ -141,7 +144,7 @@ class BatchFile:
         Raises:
             InvariantBroken: the file would not be well-formed, or not hold exactly the batch's rows.
         """
-        checker = BatchFileChecker()
+        checker, digest = BatchFileChecker(self._sealed.rows), hashlib.sha256()
         head = self._provider.line_head
         ids = self._ids
         rows = 0
@@ -154,12 +157,15 @@ class BatchFile:
                 if len(buffer) >= CHUNK_BYTES:
                     chunk = bytes(buffer)
                     checker.feed(chunk)
+                    digest.update(chunk)
                     yield chunk
                     buffer.clear()
             rows += len(lines)
         if buffer:
             checker.feed(bytes(buffer))
+            digest.update(buffer)
             yield bytes(buffer)
+        self.sha256 = digest.hexdigest()
         defects = checker.finish()
         if defects or rows != self._sealed.rows:
             raise InvariantBroken(

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import heapq
+from collections.abc import AsyncGenerator
+from itertools import count
 from typing import Literal
 
 
@@ -24,3 +28,40 @@ class Slots(asyncio.Semaphore):
         """Give a place back."""
         self.taken -= 1
         super().release()
+
+
+class OrderedSlots:
+    """Places that go to whoever waits with the smallest ``order``; of equals, to the first."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.taken = 0
+        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._number = count()
+
+    @contextlib.asynccontextmanager
+    async def place(self, order: float) -> AsyncGenerator[None, None]:
+        """Wait for a place, and have it for the time of the block."""
+        if self.taken < self.limit:
+            self.taken += 1
+        else:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (order, next(self._number), turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._pass_on()  # it was given to us in the same moment
+                raise
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            _, _, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self.taken -= 1

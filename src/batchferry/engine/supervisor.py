@@ -50,11 +50,11 @@ from batchferry.engine.fleet import OUTBOX_RECORDS, FleetView
 from batchferry.engine.holds import Holds
 from batchferry.engine.inputwatch import InputWatch
 from batchferry.engine.intake import Intake, disk_reserve_bytes
-from batchferry.engine.landing import Landing, LandingMemory
+from batchferry.engine.landing import FileFacts, Landing, LandingMemory, results_gone_at
 from batchferry.engine.outcomes import OutcomeWriter
 from batchferry.engine.partition import QUEUED_CHUNKS, PartitionPlaces, PartitionTask, RestoreFacts, SettleLimits
 from batchferry.engine.routing import Router
-from batchferry.engine.rowsource import RowSource
+from batchferry.engine.rowsource import Masking, RowSource
 from batchferry.engine.scheduler import PollScheduler
 from batchferry.engine.sealed import SealedBatch
 from batchferry.engine.slots import Slots
@@ -64,7 +64,7 @@ from batchferry.engine.synclane import SyncLane
 from batchferry.engine.waiting import WaitingRows
 from batchferry.engine.ways import Ways
 from batchferry.engine.work import BatchContext, BatchWork
-from batchferry.ports import BatchProvider, Clock, KafkaPort, LocalStore, Telemetry, TopicDescription
+from batchferry.ports import BatchProvider, Clock, KafkaPort, LocalStore, ResultArchive, Telemetry, TopicDescription
 from batchferry.telemetry import error_fields
 
 RESTORE_PAUSE_S = 1.0
@@ -76,6 +76,8 @@ CREATE_PATIENCE_S = 15.0
 CONTROL_LOOK_S = 1.0
 """Real seconds after which standing control records are held against the batches again."""
 STUB_SWEEP_S = 3600.0
+EXPIRING_SHARE = 0.1
+"""Results that are not landed in the last tenth of the time for which they are kept raise an alarm."""
 READ_COMMIT_S = 10.0
 POLL_SILENCE_S = 60.0
 """No poll has returned for so long (real seconds): the consumer is stuck."""
@@ -127,6 +129,7 @@ class Supervisor:
         max_outcome_bytes: Mapping[str, int],
         partitions: Mapping[str, int],
         input_retention_s: float | None = None,
+        archive: ResultArchive | None = None,
     ) -> None:
         """Take the parts.
 
@@ -136,7 +139,9 @@ class Supervisor:
             max_outcome_bytes: largest record each output topic takes, by topic.
             partitions: partition counts by topic.
             input_retention_s: how long the input topic keeps a record; None: for ever.
+            archive: where copies of result files stay; None: nowhere.
         """
+        self._archive = archive
         self.settings = settings
         self.state = RunState.STARTING
         self._kafka = kafka
@@ -172,6 +177,8 @@ class Supervisor:
         self._hold_reasons: set[str] = set()
         self._flushes_told: dict[str, datetime] = {}
         self._pokes_told: dict[str, datetime] = {}
+        self._expiring: set[BatchId] = set()
+        """Batches of whose results an alarm was raised."""
         self._positions_failed = 0
         self._was_assigned = False
         self._transactions = Slots(limits.max_settle_transactions)
@@ -185,12 +192,16 @@ class Supervisor:
         self._machine = machine_settings(settings)
         router = Router(settings)
         self._router = router
-        source = RowSource(kafka, store, clock, topics.requests, rules, router, providers)
+        masking = Masking(settings.masker(), settings.mask.max_body_bytes)
+        source = RowSource(kafka, store, clock, topics.requests, rules, router, providers, telemetry, masking)
         self._source = source
         self._partitions = dict(partitions)
         self._outcomes = OutcomeWriter(settings, clock, telemetry, max_outcome_bytes, partitions)
+        self._outcomes.quote = source.quote
         self._holds = Holds(self.fleet, clock, telemetry, self._outcomes)
+        router.is_held = self._holds.account_is_held
         self._scheduler = PollScheduler(providers, settings.accounts, clock, telemetry, self.post)
+        self._scheduler.on_webhook_missing = self._poll_all_of
         self._admission = Admission(settings, self.fleet, self._holds, clock, telemetry, router, self._share)
         splitter = RowSplitter(settings, router, rules, telemetry)
         fates = Fates(settings, store, clock, telemetry, router, source, self._outcomes, splitter)
@@ -200,9 +211,11 @@ class Supervisor:
         )  # fmt: skip
         self._lane.spent = self._admission.spent_by_sync
         self._desk = CanaryDesk(clock, telemetry, self.fleet, self._holds, self._outcomes, self._lane.offer)
+        files = FileFacts()
         landing = self._landing = Landing(
-            settings, store, clock, telemetry, router, source, self._outcomes, self._holds, fates, self._admission
-        )
+            settings, store, clock, telemetry, router, source, self._outcomes, self._holds, fates, self._admission,
+            files, archive,
+        )  # fmt: skip
         if any(route.canary is not None for route in settings.routes.values()):
             landing.on_answer = self._lane.on_answer = self._desk.note
         self._deadlines = Deadlines(
@@ -212,7 +225,7 @@ class Supervisor:
         self._work = BatchWork(
             settings, providers, self._tasks, store, clock, telemetry, self.fleet, self._holds, landing,
             self._outcomes, self._scheduler, self.start_batch, self._in_flight, self._admission,
-            self._deadlines.late_rows,
+            self._deadlines.late_rows, files,
         )  # fmt: skip
         ways = Ways(settings, providers, clock, telemetry, self._outcomes, self._lane, self._desk, router, splitter)
         self.intake = Intake(
@@ -848,6 +861,7 @@ class Supervisor:
         actor = BatchActor(
             batch, settings, run_effect, self._batch_changed, self._store, self._clock, self._telemetry,
             self.settings.limits.mailbox_events, details,
+            lambda: self._scheduler.stretch(batch.key.account),
         )  # fmt: skip
         self._actors[batch_id] = actor
         self._contexts[batch_id] = context
@@ -971,6 +985,7 @@ class Supervisor:
             self._outcomes.tell_counts()
             self._measure()
             self._watch()
+            await self._mind_retention()
             if loop.time() >= next_sweep:
                 next_sweep = loop.time() + STUB_SWEEP_S
                 for task in list(self._tasks.values()):
@@ -978,6 +993,26 @@ class Supervisor:
                         await task.drop_old_stubs(self._clock.now())
                 if 0 in self._tasks:
                     await self._holds.tidy()
+                if self._archive is not None:
+                    gone = await self._archive.expire(self._clock.now())
+                    if not isinstance(gone, StoreUnavailable) and gone:
+                        self._telemetry.event("archive_dropped", files=len(gone))
+
+    async def _mind_retention(self) -> None:
+        """Tell of results that the provider will delete soon and that are not landed."""
+        now = self._clock.now()
+        for batch_id, actor in list(self._actors.items()):
+            batch = actor.batch
+            if batch.state is not m.BatchState.LANDING or batch.snapshot is None or batch_id in self._expiring:
+                continue
+            account = self.settings.accounts[batch.key.account]
+            gone_at = results_gone_at(batch.snapshot, account)
+            if gone_at is None or account.results_kept_s is None:
+                continue
+            if (gone_at - now).total_seconds() < account.results_kept_s * EXPIRING_SHARE:
+                self._expiring.add(batch_id)
+                await self._holds.alarm("results_expiring", batch_id, batch.key, rows=batch.rows)
+        self._expiring &= self._actors.keys()
 
     def _measure(self) -> None:
         gauge = self._telemetry.gauge
@@ -1135,21 +1170,26 @@ class Supervisor:
                 poke = None if provider_batch_id is None else pokes.get(provider_batch_id)
                 if poke is not None and self._pokes_told.get(poke.provider_batch_id) != poke.at:
                     self._pokes_told[poke.provider_batch_id] = poke.at
+                    self._scheduler.told(actor.batch.key.account, poke.provider_batch_id)
                     actor.post(m.Poked())
 
-    async def poke(self, account: str, provider_batch_id: str) -> bool:
+    def _poll_all_of(self, account: str) -> None:
+        """An expected webhook did not come: polls that were put off because of trust are brought forward."""
+        for actor in self._actors.values():
+            if actor.batch.key.account == account:
+                actor.post(m.Poked())
+
+    async def poke(self, account: str, provider_batch_id: str) -> bool | None:
         """Somebody says that there is news of a provider batch: bring its poll forward, on whichever replica has it.
 
+        True: it will be; False: it was just now; None: nobody waits for this batch of this account.
         Only what a live lot names is written to the control topic, and not more often than every ``POKE_PAUSE_S``.
         """
         now, named = self._clock.now(), ProviderBatchId(provider_batch_id)
-        is_ours = any(
-            named in lot.provider_batch_ids and lot.key.account == account and lot.is_at_provider
-            for ledger in self.fleet.ledgers().values()
-            for lot in ledger.lots.values()
-        )
+        if not self.fleet.is_waited_for(account, named):
+            return None
         before = self.fleet.control.pokes.get(named)
-        if not is_ours or (before is not None and (now - before.at).total_seconds() < POKE_PAUSE_S):
+        if before is not None and (now - before.at).total_seconds() < POKE_PAUSE_S:
             return False
         await self.fleet.publish(Poke(named, now))
         return True

@@ -114,6 +114,10 @@ def _is_past(page: Sequence[BatchSnapshot] | Sequence[ListedFile], oldest: datet
     return bool(page) and all(one.created_at is not None and one.created_at < oldest for one in page)
 
 
+FULL_SHARE = 0.9
+"""Above this share of an account's files an alarm is raised."""
+
+
 class Sweeper:
     """One a process; idle while another replica owns partition 0."""
 
@@ -132,13 +136,16 @@ class Sweeper:
         self._clock = clock
         self._telemetry = telemetry
         self._fleet = fleet
-        self.quiet_s = settings.limits.submit_ttl_s + settings.limits.resolve_lag_s
+        longest_s = max(settings.submit_ttl_s(name) for name in settings.accounts)
+        self.quiet_s = longest_s + settings.limits.resolve_lag_s
         """Real seconds between the first sight of a suspect and the first act."""
         self._first_seen: dict[str, dict[str, float]] = {}
         """Suspects of each account with the real seconds since when they are suspects."""
         self._counted: dict[tuple[BatchId | None, ProviderBatchId | None], None] = {}
         self._answered: dict[str, datetime] = {}
         """The instant of the last wish of each scope that a sweep has begun for."""
+        self._full: set[str] = set()
+        """Accounts with hardly room for more files, of which that has been told."""
         self._owner: PartitionTask | None = None
         self._next_at: datetime | None = None
         self._not_before_s = 0.0
@@ -238,6 +245,7 @@ class Sweeper:
         )
         for failure in failures:
             tell_failed_call(self._telemetry, account, failure)
+        self._tell_files(account, listing)
         if any(failure.call == "list" for failure in failures):
             self._unfinished(account, "list_unavailable")
             return ()
@@ -376,6 +384,19 @@ class Sweeper:
                 kind=kind,
                 status=finding.status,
             )
+
+    def _tell_files(self, account: str, listing: Listing) -> None:
+        """How many files the account has by its lists, and an alarm when there is hardly room for more."""
+        if listing.input_files is None or listing.output_files is None:
+            return
+        files = len(listing.input_files) + len(listing.output_files)
+        self._telemetry.gauge("provider_files", files, account=account)
+        max_files = self._settings.accounts[account].limits.max_files
+        is_full = max_files is not None and files > max_files * FULL_SHARE
+        if is_full and account not in self._full:
+            self._telemetry.event("alarm", what="provider_files_full", scope=account, rows=files)
+            self._telemetry.count("alarms", what="provider_files_full")
+        (self._full.add if is_full else self._full.discard)(account)
 
     def _tell_done(self, listing: Listing, reason: str, findings: Sequence[Finding], done: Mapping[str, int]) -> None:
         whys = Counter(finding.why for finding in findings)

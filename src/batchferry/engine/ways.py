@@ -13,7 +13,6 @@ from datetime import datetime
 from batchferry.config import CanarySettings, Settings
 from batchferry.domain.batchkey import BatchKey
 from batchferry.domain.context import is_surely_too_long
-from batchferry.domain.envelope import quote_original
 from batchferry.domain.requests import BadRecord, check_max_tokens
 from batchferry.domain.retry import Policy
 from batchferry.domain.rows import ResultLine, RowClass
@@ -100,8 +99,9 @@ class Ways:
         if route.canary is not None and self._desk.is_barred(key, shape):
             self._wait_for_verdict(task, accepted, route.canary, shape, size_bytes)
             return None
-        if request.priority_now and self._lane.is_on(key):
-            self._lane.offer(task, key, row.offset, row.deadline_ms, "priority")
+        if (request.priority_now or route.lane == "sync") and self._lane.is_on(key):
+            reason = "priority" if request.priority_now else "lane"
+            self._lane.offer(task, key, row.offset, row.deadline_ms, reason)
             return None
         if row.deadline_ms < now_ms + routed.late_ms and not self._is_skewed(key):
             if route.late == "fail":
@@ -204,7 +204,7 @@ class Ways:
             accepted.row,
             row_class,
             f"{where}: {message}",
-            quote_original(record.value),
+            self._outcomes.quote(record),
             now,
             remedy=remedy,
             for_review=for_review,

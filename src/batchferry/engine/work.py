@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -17,7 +17,7 @@ from batchferry.domain import machine as m
 from batchferry.domain.batchkey import BatchKey
 from batchferry.domain.errors import KafkaUnavailable, PartitionLost, StoreUnavailable
 from batchferry.domain.ids import BatchId, FileId, LotId, ProviderBatchId, batch_file_name, new_batch_id
-from batchferry.domain.ledger import QUARTER_HOUR_S, Lane, LedgerEntry, Lot, LotState
+from batchferry.domain.ledger import QUARTER_HOUR_S, UNCERTAIN, Lane, LedgerEntry, Lot, LotState
 from batchferry.domain.offsets import OffsetSet
 from batchferry.domain.partition import PartitionLedger
 from batchferry.domain.provider import BatchSnapshot, CallFailed, CallFailure, ProviderStatus
@@ -26,7 +26,7 @@ from batchferry.engine.failpoints import Failpoint, reach
 from batchferry.engine.fates import PACK_ROWS, PACK_TOKENS, waiting_lot
 from batchferry.engine.fleet import FleetView
 from batchferry.engine.holds import Holds
-from batchferry.engine.landing import Landing, LandingMemory
+from batchferry.engine.landing import FileFacts, Landing, LandingMemory
 from batchferry.engine.metered import tell_failed_call
 from batchferry.engine.outcomes import OutcomeWriter
 from batchferry.engine.partition import PartitionTask
@@ -72,12 +72,20 @@ class BatchContext:
     """Real seconds from before the SUBMITTING transactions: a create may only start within its time to live."""
     resolve_not_before: float = 0.0
     """Real seconds before which a restored batch must not be judged: its creator may still be at it."""
+    looked_up_at: datetime | None = None
+    """When it was first asked whether the batch was created: what was made well after that is somebody else's."""
     is_admitted: bool = False
     """It has a place among the batches in flight, which its state may not show yet."""
     recorded: set[int] = field(default_factory=set)
     """Partitions whose SUBMITTING record of this process went through."""
     twins: tuple[ProviderBatchId, ...] = ()
     """Second batches that a look-up has counted: written beside the id, so that no sweep counts them again."""
+    is_uncertain: bool = False
+    """The provider's batch was found by its time and its number of rows alone."""
+    not_ours: set[ProviderBatchId] = field(default_factory=set)
+    """Batches that were taken for this one, and whose lines were others'."""
+    gone: set[ProviderBatchId] = field(default_factory=set)
+    """Batches that were ours, and are not there any more."""
     memory: LandingMemory = field(default_factory=LandingMemory)
     cut: dict[str, int] = field(default_factory=dict)
     """What smaller batches of its rows may hold: there was no room (or no money) for so much, or it was too large."""
@@ -107,7 +115,9 @@ class BatchWork:
         in_flight: Callable[[], int],
         admission: Admission,
         late_rows: LateRows,
+        files: FileFacts,
     ) -> None:
+        self._files = files
         self._settings = settings
         self._limits = settings.limits
         self._providers = providers
@@ -124,6 +134,8 @@ class BatchWork:
         self._in_flight = in_flight
         self._admission = admission
         self._late_rows = late_rows
+        self._taken: dict[BatchId, ProviderBatchId] = {}
+        """What look-ups have found and no ledger names yet."""
         self._line = asyncio.Lock()
         """Batches that wait for a place stand in line here; the first in it looks, the others cost nothing."""
         self.uploads = Slots(settings.limits.max_uploads)
@@ -158,6 +170,8 @@ class BatchWork:
                 return await self._cancel(batch, effect, provider)
             case m.LandResults():
                 return await self._land(context, batch, effect, provider)
+            case m.DisownBatch():
+                return await self._disown(context, batch, effect.provider_batch_id)
             case m.CleanUp():
                 return await self._clean_up(batch, provider)
             case m.WarnSlow():
@@ -257,6 +271,8 @@ class BatchWork:
         assert sealed is not None
         if not sealed.is_whole:
             return m.InputUnusable()
+        if provider.is_inline:
+            return m.InputUploaded(m.INLINE)
         leader = sealed.parts[sealed.partitions[0]].task.ledger_id
         try:
             source = BatchFile(self._store, provider, sealed)
@@ -285,6 +301,7 @@ class BatchWork:
             batch_id=batch.batch_id,
             bytes=answer.size_bytes,
             file_id=answer.file_id,
+            sha256=source.sha256,
             duration_s=round(asyncio.get_running_loop().time() - started, 3),
         )
         self._telemetry.batch_span(
@@ -300,6 +317,7 @@ class BatchWork:
                 "ended_at": self._clock.now(),
             },
         )
+        self._files.note(answer.file_id, answer.size_bytes, source.sha256)
         return m.InputUploaded(answer.file_id)
 
     async def _record_submitting(self, context: BatchContext, file_id: FileId) -> m.Event:
@@ -307,9 +325,10 @@ class BatchWork:
         sealed = context.sealed
         assert sealed is not None
         context.recorded_at = asyncio.get_running_loop().time()
+        ttl_s = self._settings.submit_ttl_s(context.account)
         for partition in sealed.partitions:
             task = sealed.parts[partition].task
-            lot = sealed.lot(partition, input_file_id=file_id, submit_ttl_s=self._limits.submit_ttl_s)
+            lot = sealed.lot(partition, input_file_id=file_id, submit_ttl_s=ttl_s)
             late: list[int] = []
 
             def plan(ledger: PartitionLedger, lot: Lot = lot, late: list[int] = late) -> list[LedgerEntry]:
@@ -336,19 +355,38 @@ class BatchWork:
         sealed = context.sealed
         assert sealed is not None
         loop = asyncio.get_running_loop()
-        left_s = context.recorded_at + self._limits.submit_ttl_s - loop.time()
+        left_s = context.recorded_at + self._settings.submit_ttl_s(context.account) - loop.time()
         if left_s < CREATE_RESERVE_S:
             return m.CreateNotSent()
         leader = sealed.parts[sealed.partitions[0]].task.ledger_id
         metadata = {"batch_id": batch.batch_id, "ledger_id": leader}
+        key = batch.key
+        source, size_bytes = BatchFile(self._store, provider, sealed), 0
+        started = loop.time()
         reach(Failpoint.CREATE_BEFORE)
         try:
             async with asyncio.timeout(left_s):
-                answer = await provider.create(file_id, batch.key.endpoint, batch.key.completion_window, metadata)
+                if provider.is_inline:
+                    size_bytes = source.size_bytes
+                    answer = await provider.create_inline(source, key.endpoint, key.model)
+                else:
+                    answer = await provider.create(file_id, key.endpoint, key.completion_window, metadata, key.model)
+        except (PartitionLost, StoreUnavailable):
+            # Its rows went while they were read: perhaps not a byte was sent, perhaps all but the last.
+            answer = CallFailed("create", CallFailure.UNANSWERED)
         except TimeoutError:
             answer = CallFailed("create", CallFailure.UNANSWERED)
         reach(Failpoint.CREATE_AFTER)
         if isinstance(answer, BatchSnapshot):
+            if provider.is_inline:
+                self._telemetry.event(
+                    "batch_uploaded",
+                    batch_id=batch.batch_id,
+                    bytes=size_bytes,
+                    file_id=answer.provider_batch_id,
+                    sha256=source.sha256,
+                    duration_s=round(loop.time() - started, 3),
+                )
             return m.CreateAccepted(answer)
         tell_failed_call(self._telemetry, context.account, answer)
         if answer.kind is CallFailure.UNAVAILABLE:
@@ -369,7 +407,9 @@ class BatchWork:
 
     async def _record_submitted(self, context: BatchContext, batch: m.Batch, snapshot: BatchSnapshot) -> m.Event | None:
         """A state, so twice is once. A partition that moved learns the id from its siblings' records."""
-        if await self._record_id(context, batch, snapshot):
+        is_recorded = await self._record_id(context, batch, snapshot)
+        self._taken.pop(batch.batch_id, None)
+        if is_recorded:
             self._telemetry.event(
                 "batch_submitted",
                 batch_id=batch.batch_id,
@@ -392,7 +432,9 @@ class BatchWork:
 
             def plan(ledger: PartitionLedger, lot: Lot = lot, told: list[OutRecord] = told) -> list[LedgerEntry]:
                 ids = (snapshot.provider_batch_id, *context.twins)
-                entries = _plan_submitted(lot.lot_id, ids, snapshot.created_at or self._clock.now(), ledger)
+                entries = _plan_submitted(
+                    lot.lot_id, ids, snapshot.created_at or self._clock.now(), ledger, is_uncertain=context.is_uncertain
+                )
                 if not entries:
                     told.clear()  # somebody was first, and has told it
                 return entries
@@ -422,6 +464,8 @@ class BatchWork:
         own = self.own_lots(batch.batch_id)
         for partition, (task, lot) in own.items():
             recorded.add(partition)
+            if effect.refused_row is not None and effect.failure is not None:
+                await self._landing.fail_row(task, lot, effect.refused_row + 1, effect.failure)
 
             def plan(ledger: PartitionLedger, task: PartitionTask = task, lot: Lot = lot) -> list[LedgerEntry]:
                 if lot.lot_id not in ledger.lots:
@@ -437,10 +481,12 @@ class BatchWork:
             except PartitionLost:
                 continue
         self._telemetry.event("batch_dissolved", batch_id=batch.batch_id, reason=effect.reason, rows=batch.rows)
-        if batch.state is m.BatchState.SUBMISSION_UNKNOWN and batch.input_file_id is None:
-            # Nobody could delete the file: a create of another life of the service may still go through.
+        if batch.state is m.BatchState.SUBMISSION_UNKNOWN and (batch.input_file_id is None or batch.is_inline):
+            # There was no file to delete: a create of another life of the service may still go through.
             rows = sum(lot.own_rows for _, lot in own.values())
             self._possibly_paid_twice(batch, rows, "input_file_not_deleted")
+        elif batch.state is m.BatchState.SUBMISSION_UNKNOWN and context.gone:
+            self._possibly_paid_twice(batch, sum(lot.own_rows for _, lot in own.values()), "batch_gone")
         sealed = context.sealed
         if sealed is not None and (effect.reason == HELD or effect.halve):
             await self._park(context, sealed)
@@ -509,26 +555,33 @@ class BatchWork:
         wait_s = context.resolve_not_before - loop.time()
         if wait_s > 0:
             await asyncio.sleep(wait_s)
+        context.looked_up_at = context.looked_up_at or self._clock.now()
         try:
             await self._fleet.catch_up()
         except KafkaUnavailable:
             return m.LookUpFailed()
         for lot in self._fleet.lots_of(batch.batch_id).values():
-            if lot.provider_batch_ids:
+            if lot.provider_batch_ids and lot.provider_batch_ids[0] not in context.not_ours | context.gone:
                 answer = await provider.retrieve(lot.provider_batch_ids[0])
                 if isinstance(answer, BatchSnapshot):
+                    context.is_uncertain = bool(lot.extra.get(UNCERTAIN))
                     return self._adopted(batch, answer, "sibling")
                 tell_failed_call(self._telemetry, context.account, answer)
                 return m.LookUpFailed(answer)
-        found = await self._list_ours(batch, provider)
+        found = await self._list_ours(context, batch, provider)
         if isinstance(found, CallFailed):
             tell_failed_call(self._telemetry, context.account, found)
             return m.LookUpFailed(found)
         if not found:
             return m.BatchNotFound(is_final=is_final)
         found.sort(key=partial(_age, batch))
-        canonical, *twins = found
         own = self.own_lots(batch.batch_id)
+        if provider.is_inline:
+            # Only their lines can tell whose they are: that is seen when they are read.
+            claimed = self._claimed(batch)
+            found = sorted(found, key=lambda one: one.provider_batch_id in claimed)[:1]
+            context.is_uncertain = True
+        canonical, *twins = found
         if twins and min(batch.partitions) in own:
             context.twins = tuple(twin.provider_batch_id for twin in twins[:MAX_TWINS_TOLD])
             for twin in twins:
@@ -541,17 +594,36 @@ class BatchWork:
                     await provider.cancel(twin.provider_batch_id)
         return self._adopted(batch, canonical, "list")
 
+    async def _disown(self, context: BatchContext, batch: m.Batch, provider_batch_id: ProviderBatchId) -> m.Event:
+        own = self.own_lots(batch.batch_id)
+        is_uncertain = context.is_uncertain or any(lot.extra.get(UNCERTAIN) for _, lot in own.values())
+        (context.not_ours if is_uncertain else context.gone).add(provider_batch_id)
+        self._telemetry.event(
+            "batch_not_ours" if is_uncertain else "batch_gone",
+            batch_id=batch.batch_id,
+            provider_batch_id=provider_batch_id,
+        )
+        context.is_uncertain, context.twins, context.memory = False, (), LandingMemory()
+        self._taken.pop(batch.batch_id, None)
+        for task, lot in own.values():
+            with contextlib.suppress(PartitionLost):
+                await task.commit(partial(_plan_disown, lot.lot_id), purpose="disown")
+        return m.Disowned(is_over=not self.own_lots(batch.batch_id))
+
     def _possibly_paid_twice(self, batch: m.Batch, rows: int, reason: str) -> None:
         self._telemetry.count("possibly_paid_twice_rows", rows)
         self._telemetry.event("possibly_paid_twice", batch_id=batch.batch_id, rows=rows, reason=reason)
 
     def _adopted(self, batch: m.Batch, snapshot: BatchSnapshot, by: str) -> m.Event:
+        self._taken[batch.batch_id] = snapshot.provider_batch_id
         self._telemetry.event(
             "batch_adopted", batch_id=batch.batch_id, provider_batch_id=snapshot.provider_batch_id, found_by=by
         )
         return m.BatchFound(snapshot)
 
-    async def _list_ours(self, batch: m.Batch, provider: BatchProvider) -> list[BatchSnapshot] | CallFailed:
+    async def _list_ours(
+        self, context: BatchContext, batch: m.Batch, provider: BatchProvider
+    ) -> list[BatchSnapshot] | CallFailed:
         found: list[BatchSnapshot] = []
         oldest = batch.sealed_at - timedelta(seconds=LOOKUP_SLACK_S)
         cursor: str | None = None
@@ -559,7 +631,7 @@ class BatchWork:
             page = await provider.list_batches(cursor)
             if isinstance(page, CallFailed):
                 return page
-            found.extend(one for one in page.batches if _is_ours(batch, one))
+            found.extend(one for one in page.batches if self._is_ours(context, batch, one))
             reached = any(one.created_at is not None and one.created_at < oldest for one in page.batches)
             if reached or page.next_cursor is None:
                 return found
@@ -569,13 +641,53 @@ class BatchWork:
         # The listing was not read to its end: what it showed is there, what it did not show may be as well.
         return found or CallFailed("list", CallFailure.UNAVAILABLE)
 
+    def _is_ours(self, context: BatchContext, batch: m.Batch, snapshot: BatchSnapshot) -> bool:
+        """By the input file first: a file belongs to one batch id; metadata is lost by some gateways.
+
+        A batch that was created inline has neither: what was made in its time, has its number of rows and is not known
+        for another's is taken for it, until its lines say whose it is.
+        """
+        if not batch.is_inline:
+            if batch.input_file_id is not None and snapshot.input_file_id == batch.input_file_id:
+                return True
+            return snapshot.metadata.get("batch_id") == batch.batch_id
+        made = snapshot.created_at
+        if made is None or snapshot.counts.total != batch.rows or snapshot.provider_batch_id in context.not_ours:
+            return False
+        since, slack = batch.sealed_at, timedelta(seconds=LOOKUP_SLACK_S)
+        if not since - slack <= made <= (context.looked_up_at or self._clock.now()) + slack:
+            return False
+        return not any(
+            snapshot.provider_batch_id in lot.provider_batch_ids
+            # Who only took it for his own may be wrong; who has read it to the end was right.
+            and not (lot.extra.get(UNCERTAIN) and lot.is_at_provider)
+            for lot in self._other_lots(batch)
+        )
+
+    def _other_lots(self, batch: m.Batch) -> Iterator[Lot]:
+        for ledger in self._fleet.ledgers().values():
+            yield from (lot for lot in ledger.lots.values() if lot.lot_id != LotId(batch.batch_id))
+
+    def _claimed(self, batch: m.Batch) -> set[ProviderBatchId]:
+        """Batches that others have taken for theirs: left to them while there is one that nobody wants."""
+        taken = {found for batch_id, found in self._taken.items() if batch_id != batch.batch_id}
+        return taken.union(*(lot.provider_batch_ids for lot in self._other_lots(batch)))
+
+    def _tell_deleted(self, batch_id: BatchId, file_id: FileId) -> None:
+        size_bytes, sha256 = self._files.of(file_id)
+        self._telemetry.event(
+            "provider_file_deleted", batch_id=batch_id, file_id=file_id, bytes=size_bytes, sha256=sha256
+        )
+
     async def _delete_input(self, batch: m.Batch, provider: BatchProvider) -> m.Event:
         """A deleted file stays deleted. Until the provider confirms it, absence of the batch proves nothing."""
-        if batch.input_file_id is None:
+        if batch.input_file_id is None or batch.is_inline:
             return m.InputDeleted()
         reach(Failpoint.DELETE_INPUT_BEFORE)
         failure = await provider.delete_file(batch.input_file_id)
         reach(Failpoint.DELETE_INPUT_AFTER)
+        if failure is None:
+            self._tell_deleted(batch.batch_id, batch.input_file_id)
         if failure is not None and batch.state is not m.BatchState.SUBMISSION_UNKNOWN:  # there it is tried again
             self._telemetry.event(
                 "provider_file_left",
@@ -599,7 +711,7 @@ class BatchWork:
                 return m.PollFailed(CallFailed("ledger", CallFailure.UNAVAILABLE))
             provider_batch_id = self._known_id(batch)
         if provider_batch_id is None:
-            found = await self._list_ours(batch, provider)
+            found = await self._list_ours(context, batch, provider)
             if isinstance(found, CallFailed):
                 tell_failed_call(self._telemetry, context.account, found)
                 return m.PollFailed(found)
@@ -620,6 +732,9 @@ class BatchWork:
         """Cancelling twice is harmless at every provider."""
         if batch.provider_batch_id is None:
             return None
+        if any(lot.extra.get(UNCERTAIN) for _, lot in self.own_lots(batch.batch_id).values()):
+            self._telemetry.event("batch_cancel_withheld", batch_id=batch.batch_id, reason=effect.reason)
+            return m.CancelFailed(CallFailed("cancel", CallFailure.CONFLICT))
         if effect.reason == m.WINDOW_PASSED:
             self._telemetry.event(
                 "batch_window_exceeded",
@@ -649,7 +764,12 @@ class BatchWork:
         await self._record_id(context, batch, effect.snapshot)  # a lot that came late would else end without it
         try:
             event = await self._landing.land(
-                batch.batch_id, self.own_lots(batch.batch_id), effect, provider, context.memory
+                batch.batch_id,
+                self.own_lots(batch.batch_id),
+                effect,
+                provider,
+                context.memory,
+                self._fleet.lots_of(batch.batch_id),
             )
         except KafkaUnavailable:
             return m.ResultsUnavailable(CallFailed("input", CallFailure.UNAVAILABLE))
@@ -709,9 +829,11 @@ class BatchWork:
             self._telemetry.event("batch_cleaned", batch_id=batch.batch_id, files=0, kept=True)
             return True
         await task.confirm_ownership(FENCE_AGE_S)
-        file_ids: list[FileId | None] = [lot.input_file_id]
+        file_ids: list[FileId | None] = [None if lot.input_file_id == m.INLINE else lot.input_file_id]
         snapshot = batch.snapshot
-        known_id = batch.provider_batch_id or self._known_id(batch)
+        known_id = self._known_id(batch) or batch.provider_batch_id
+        if snapshot is not None and snapshot.provider_batch_id != known_id:
+            snapshot = None  # whatever was shown last, what is deleted is what the ledger names
         if snapshot is None and known_id is not None:
             answer = await provider.retrieve(known_id)
             if isinstance(answer, CallFailed):
@@ -723,30 +845,36 @@ class BatchWork:
             file_ids += [snapshot.output_file_id, snapshot.error_file_id]
         reach(Failpoint.DELETE_FILES_BEFORE)
         for file_id in file_ids:
-            if file_id is not None and await provider.delete_file(file_id) is not None:
+            if file_id is None:
+                continue
+            if await provider.delete_file(file_id) is not None:
                 return False
+            self._tell_deleted(batch.batch_id, file_id)
         reach(Failpoint.DELETE_FILES_AFTER)
         gone = sum(1 for file_id in file_ids if file_id is not None)
         self._telemetry.event("batch_cleaned", batch_id=batch.batch_id, files=gone, kept=False)
         return True
 
 
+def _plan_disown(lot_id: LotId, ledger: PartitionLedger) -> list[LedgerEntry]:
+    return ledger.plan_disown(lot_id)
+
+
 def _plan_submitted(
-    lot_id: LotId, provider_batch_ids: tuple[ProviderBatchId, ...], submitted_at: datetime, ledger: PartitionLedger
+    lot_id: LotId,
+    provider_batch_ids: tuple[ProviderBatchId, ...],
+    submitted_at: datetime,
+    ledger: PartitionLedger,
+    *,
+    is_uncertain: bool,
 ) -> list[LedgerEntry]:
     lot = ledger.lots.get(lot_id)
     if lot is None or lot.state is not LotState.SUBMITTING:
         return []  # recorded, or even landed, while this waited for its turn
-    return ledger.plan_submitted(lot_id, provider_batch_ids=provider_batch_ids, submitted_at=submitted_at)
+    extra = {**lot.extra, UNCERTAIN: True} if is_uncertain else lot.extra
+    return ledger.plan_submitted(lot_id, provider_batch_ids=provider_batch_ids, submitted_at=submitted_at, extra=extra)
 
 
 def _age(batch: m.Batch, snapshot: BatchSnapshot) -> tuple[datetime, str]:
     """The order of twins: the oldest is the one that counts."""
     return snapshot.created_at or batch.sealed_at, snapshot.provider_batch_id
-
-
-def _is_ours(batch: m.Batch, snapshot: BatchSnapshot) -> bool:
-    """By the input file first: a file belongs to one batch id; metadata is lost by some gateways."""
-    if batch.input_file_id is not None and snapshot.input_file_id == batch.input_file_id:
-        return True
-    return snapshot.metadata.get("batch_id") == batch.batch_id

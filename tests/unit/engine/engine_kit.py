@@ -99,7 +99,7 @@ class Log:
         self.readers = 0
         """Readers that were started and not stopped."""
 
-    def put(self, offset: int, text: str = "hi", partition: int = 0, **changes: Any) -> None:
+    def put(self, offset: int, text: str = "hi", partition: int = 0, **changes: Any) -> Any:
         """A request that a producer sent a minute ago."""
         model = changes.pop("model", "gpt-4o-mini")
         body = {"model": model, "messages": [{"role": "user", "content": text}]}
@@ -113,7 +113,8 @@ class Log:
             "value": json.dumps({"custom_id": f"c{offset}", "body": body}).encode(),
             "headers": [("trace", b"t")],
         }
-        self.records[partition, offset] = SimpleNamespace(**{**fields, **changes})
+        record = self.records[partition, offset] = SimpleNamespace(**{**fields, **changes})
+        return record
 
     def partition_producer(self, _topic: str, partition: int, _group: str, _transactional_id: str) -> Producer:
         return self.producers.setdefault(partition, Producer())
@@ -151,12 +152,16 @@ class Provider:
     """One account. ``pages`` is its batch list, ``shown`` what it answers about a batch, ``gone`` the deleted files."""
 
     name = ACCOUNT
+    is_inline = False
 
     def __init__(self) -> None:
         self.pages: dict[str | None, Any] = {None: BatchPage(())}
         self.shown: Any = None
         self.asked: list[str] = []
         self.gone: list[str] = []
+
+    def check_request(self, _endpoint: str, _body: bytes) -> None:
+        return None
 
     def render_line(self, _url: str, body: bytes) -> bytes:
         return body + b"\n"
@@ -240,7 +245,7 @@ class Harbour:
         )
         self.source = RowSource(
             self.log, self.store, self.clock, "requests", request_rules(self.settings), self.router,
-            {ACCOUNT: self.provider},
+            {ACCOUNT: self.provider}, self.telemetry,
         )  # fmt: skip
         self.fleet: Any = Fleet(self.tasks)
         self.holds = Holds(self.fleet, self.clock, self.telemetry, self.outcomes)

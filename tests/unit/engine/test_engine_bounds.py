@@ -16,6 +16,7 @@ from batchferry.domain.provider import BatchPage
 from batchferry.engine import scheduler as scheduler_module
 from batchferry.engine import work as work_module
 from batchferry.engine.bounds import BOUNDS, table
+from batchferry.engine.landing import FileFacts
 from batchferry.engine.scheduler import Due, PollScheduler
 from batchferry.engine.sealed import SealedBatch
 from batchferry.engine.slots import Slots
@@ -43,7 +44,7 @@ class Quay:
         self.work = BatchWork(
             harbour.settings, {ACCOUNT: harbour.provider}, harbour.tasks, harbour.store, harbour.clock,
             harbour.telemetry, fleet, holds, nothing, harbour.outcomes, nothing, lambda _: None, self.taken,
-            harbour.admission, no_late_rows,
+            harbour.admission, no_late_rows, FileFacts(),
         )  # fmt: skip
 
     def taken(self) -> int:

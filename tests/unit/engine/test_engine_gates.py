@@ -47,6 +47,7 @@ class Account:
     """A provider that answers as it is told."""
 
     clock_skew_s: float | None = 0.0
+    is_inline = False
 
     def __init__(self) -> None:
         self.batches: Any = BatchPage(())
@@ -200,8 +201,31 @@ async def test_rights_to_files_and_to_batches_are_told_apart(dock: Dock, lacking
     setattr(dock.account, lacking, REFUSED)
     (finding,) = await dock.odd()
     assert (finding.gate, finding.verdict) == (f"account may use {lacking}", Verdict.REFUSE)
+    has = {"batches": "files", "files": "batches"}[lacking]
+    assert f"although it lists its {has}: the key is right and lacks a right" in finding.text
     assert f"read and write {lacking}" in finding.remedy
     assert "accounts.default.api_key" in finding.remedy
+
+
+async def test_a_right_is_not_said_to_be_there_when_nobody_knows(dock: Dock) -> None:
+    """One refused, the other not answered: nothing is said of the key as such."""
+    dock.account.batches, dock.account.files = REFUSED, CallFailed("list", CallFailure.UNAVAILABLE)
+    refused, unanswered = await dock.odd()
+    assert (refused.verdict, unanswered.verdict) == (Verdict.REFUSE, Verdict.WARN)
+    assert "although" not in refused.text
+    assert "accounts.default.api_key and its project" in refused.remedy
+
+
+async def test_where_rows_are_parts_of_a_batch_no_right_to_files_is_asked_for(dock: Dock) -> None:
+    """A provider without files is not said to grant them; a wrong key is told once as ever."""
+    dock.account.is_inline = True
+    dock.account.files = AssertionError("not to be asked for")
+    findings = (await look(dock.settings, dock.cluster, dock.cluster, {"default": dock.account})).findings
+    assert [one.gate for one in findings if one.gate.startswith("account")] == ["account may use batches"]
+    dock.account.batches = REFUSED
+    (finding,) = await dock.odd()
+    assert (finding.gate, finding.verdict) == ("account is let in", Verdict.REFUSE)
+    assert finding.remedy.endswith("its rights to batches")
 
 
 async def test_a_key_that_is_wrong_is_told_once(dock: Dock) -> None:

@@ -133,12 +133,14 @@ async def build(tmp_path: Path) -> Any:
         stores.append(store)
         clock, telemetry, router = SystemClock(), RecordingTelemetry(), Router(settings)
         provider: Any = SimpleNamespace(
+            is_inline=False,
+            check_request=lambda _url, _body: None,
             render_line=lambda url, body: b',"method":"POST","url":"' + url.encode() + b'","body":' + body + b"}\n",
             line_head=lambda wire_id: b'{"custom_id":"' + wire_id.encode() + b'"',
         )
         providers = {"default": provider}
         kafka: Any = None
-        source = RowSource(kafka, store, clock, "requests", RequestRules(), router, providers)
+        source = RowSource(kafka, store, clock, "requests", RequestRules(), router, providers, telemetry)
         topics = dict.fromkeys(("results", "failures", "batch-events"), 1_000_000)
         outcomes = OutcomeWriter(settings, clock, telemetry, topics, {})
         sealed: list[Any] = []

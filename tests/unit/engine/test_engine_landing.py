@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,14 @@ from engine_kit import BATCH, LOT, PLATFORM, Harbour, lot, shown
 
 from batchferry.domain.batcherrors import BatchErrorKind
 from batchferry.domain.ids import WireId
-from batchferry.domain.ledger import LotState
-from batchferry.domain.machine import LandResults, ResultsIncomplete, ResultsRead
-from batchferry.domain.provider import DownloadedFile, LineError, ProviderStatus, RequestCounts
+from batchferry.domain.ledger import UNCERTAIN, LotState
+from batchferry.domain.machine import LandResults, ResultsIncomplete, ResultsNotOurs, ResultsRead, ResultsUnavailable
+from batchferry.domain.provider import CallFailed, CallFailure, DownloadedFile, LineError, ProviderStatus, RequestCounts
 from batchferry.domain.rows import ResultLine, RowClass, UnreadableLine
 from batchferry.engine import fates
 from batchferry.engine import landing as rooms
 from batchferry.engine.fates import PACK_TOKENS
-from batchferry.engine.landing import Landing, LandingMemory
+from batchferry.engine.landing import FileFacts, Landing, LandingMemory
 from batchferry.engine.partition import PartitionTask
 
 
@@ -58,13 +59,13 @@ class Dock:
         harbour.provider.classify_batch_error = lambda _error: BatchErrorKind.TOKEN_LIMIT
         self.landing = Landing(
             harbour.settings, harbour.store, harbour.clock, harbour.telemetry, harbour.router, harbour.source,
-            harbour.outcomes, self.holds, harbour.fates, harbour.admission,
+            harbour.outcomes, self.holds, harbour.fates, harbour.admission, FileFacts(),
         )  # fmt: skip
 
     async def download(self, _file_id: str, to: Path) -> DownloadedFile:
         content = b"".join(self.lines)
         await asyncio.to_thread(to.write_bytes, content)
-        return DownloadedFile(len(content), "0" * 64)
+        return DownloadedFile(len(content), hashlib.sha256(content).hexdigest())
 
     def parse(self, line: bytes, _endpoint: str) -> ResultLine:
         said = json.loads(line)
@@ -108,6 +109,40 @@ async def test_a_partition_that_goes_while_absent_rows_are_settled_is_no_bug(tmp
         harbour.source.originals = go  # type: ignore[method-assign]
         event = await Dock(harbour).land(LandResults(shown(), is_last_chance=True))
         assert event == ResultsIncomplete("partition_moved")
+
+
+async def test_lines_of_others_only_are_no_results_of_ours(tmp_path: Path) -> None:
+    """A batch that was only taken for ours settles nothing; one that is surely ours is read as ever."""
+    for is_uncertain, expected in ((True, ResultsNotOurs()), (False, ResultsIncomplete("rows_absent"))):
+        folder = tmp_path / str(is_uncertain)
+        folder.mkdir()
+        async with Harbour(folder) as harbour:
+            await harbour.task()
+            for offset in range(2):
+                harbour.log.put(offset)
+            await harbour.hold(at_provider([0, 1], extra={UNCERTAIN: True} if is_uncertain else {}))
+            dock = Dock(harbour)
+            for number in range(2):
+                said = {"id": f"stranger-{number}", "class": "succeeded", "body": "{}"}
+                dock.lines.append(json.dumps(said).encode() + b"\n")
+            assert await dock.land(LandResults(shown())) == expected
+            assert harbour.tasks[0].ledger.lots[LOT].state is LotState.SUBMITTED
+
+
+async def test_results_that_somebody_has_deleted_were_his(tmp_path: Path) -> None:
+    """Whoever knew the batch for his own has read and deleted it: ours is looked for elsewhere, and nothing missing."""
+    async with Harbour(tmp_path) as harbour:
+        await harbour.task()
+        harbour.log.put(0)
+        await harbour.hold(at_provider([0], extra={UNCERTAIN: True}))
+        dock = Dock(harbour)
+
+        async def gone(*_: Any) -> CallFailed:
+            return CallFailed("download", CallFailure.NOT_FOUND, http_status=404)
+
+        harbour.provider.download = gone
+        assert isinstance(await dock.land(LandResults(shown())), ResultsUnavailable)
+        assert await dock.land(LandResults(shown(), is_last_chance=True)) == ResultsNotOurs()
 
 
 async def test_answers_are_handed_on_by_their_bytes_too(tmp_path: Path, monkeypatch: Any) -> None:

@@ -38,8 +38,10 @@ def metered(telemetry: RecordingTelemetry, clock_skew_s: float | None = None, **
         return call
 
     inner: Any = SimpleNamespace(
+        is_inline=False,
         name="main",
         clock_skew_s=clock_skew_s,
+        check_request=None,
         render_line=render,
         line_head=render,
         parse_line=render,

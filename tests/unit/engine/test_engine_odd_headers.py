@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from batchferry.app import request_rules
+from batchferry.app import build_providers, request_rules
 from batchferry.clock import SystemClock
 from batchferry.config import Settings, load_settings
 from batchferry.domain.requests import BadRecord, RecordRule
@@ -34,7 +34,16 @@ def settings() -> Settings:
 def source(settings: Settings) -> RowSource:
     """A row source as the service builds it, as far as accepting needs one."""
     unused: Any = None
-    return RowSource(unused, unused, SystemClock(), "requests", request_rules(settings), Router(settings), {})
+    return RowSource(
+        unused,
+        unused,
+        SystemClock(),
+        "requests",
+        request_rules(settings),
+        Router(settings),
+        build_providers(settings, SystemClock()),
+        RecordingTelemetry(),
+    )
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from batchferry.domain.provider import DownloadedFile, Usage
 from batchferry.domain.rows import ResultLine, RowClass
 from batchferry.engine import admission as admission_module
 from batchferry.engine.admission import PATIENCE_S, SAFETY, Wait
-from batchferry.engine.landing import Landing, LandingMemory
+from batchferry.engine.landing import FileFacts, Landing, LandingMemory
 
 MODEL = KEY.model
 LIMIT = 10_000
@@ -176,7 +176,7 @@ async def _landed(harbour: Harbour, own: Lot, usage: Usage | None) -> Any:
     harbour.provider.parse_line = lambda _line, _endpoint: line
     landing = Landing(
         harbour.settings, harbour.store, harbour.clock, harbour.telemetry, harbour.router, harbour.source,
-        harbour.outcomes, Quiet(), harbour.fates, harbour.admission,  # type: ignore[arg-type]
+        harbour.outcomes, Quiet(), harbour.fates, harbour.admission, FileFacts(),  # type: ignore[arg-type]
     )  # fmt: skip
     snapshot = replace(shown(output_file_id="file-out"), usage=usage)
     event = await landing.land(

@@ -141,6 +141,17 @@ async def test_now_means_the_sync_lane_and_without_one_a_batch(tmp_path: Path) -
         assert harbour.telemetry.total("late_rows", policy="no_lane") == 1
 
 
+async def test_a_route_may_send_all_of_its_rows_through_the_lane(tmp_path: Path) -> None:
+    """``lane: sync`` is for lanes at the price of a batch: every row goes there, and its hourly budget is not asked."""
+    async with Harbour(tmp_path, **{f"{ROUTE}.lane": "sync", "accounts.default.sync.enabled": True}) as harbour:
+        fork = Fork(harbour, Lane(room=0))
+        assert await fork.send(1) is None
+        assert fork.lane.offered == [(1, NOW_MS - 60_000 + 30 * HOUR_MS, "lane")]
+        accepted = harbour.source.accept(harbour.log.records[0, 1], NOW_MS)
+        assert isinstance(accepted, Accepted)
+        assert accepted.routed.is_special
+
+
 async def test_late_rows_buy_the_lane_as_far_as_its_budget_goes(tmp_path: Path) -> None:
     """Beyond it they go by batch, and a replayed backlog does not buy everything at the full price."""
     async with Harbour(tmp_path) as harbour:

@@ -43,6 +43,7 @@ from batchferry.domain.offsets import OffsetSet
 from batchferry.domain.provider import BatchPage, CallFailure, ProviderStatus
 from batchferry.engine import work as rooms
 from batchferry.engine.fates import HELD_SINCE, PACK_TOKENS
+from batchferry.engine.landing import FileFacts
 from batchferry.engine.sealed import SealedBatch, SealedPart
 from batchferry.engine.work import BatchContext, BatchWork
 
@@ -75,7 +76,7 @@ class Yard:
         self.work = BatchWork(
             harbour.settings, {ACCOUNT: harbour.provider}, harbour.tasks, harbour.store, harbour.clock,
             harbour.telemetry, self.fleet, harbour.holds, landing, harbour.outcomes, scheduler, self.made.append,
-            lambda: 0, harbour.admission, no_late_rows,
+            lambda: 0, harbour.admission, no_late_rows, FileFacts(),
         )  # fmt: skip
 
     async def run(self, state: BatchState, effect: Any, **changes: Any) -> Any:
