@@ -50,14 +50,14 @@ test-long: $(STAMP) broker ## the tests that take long: rolling restarts, a prov
 	$(BIN)/pytest -m long
 
 .PHONY: demo
-demo: $(STAMP) ## the main job on real input, with embedded broker and simulated provider
-	$(BIN)/batchferry demo
+demo: $(STAMP) ## the main job on real input, with embedded broker and simulated provider (PROVIDER=anthropic ...)
+	$(BIN)/batchferry demo $(if $(PROVIDER),--provider $(PROVIDER))
 
 RUNS ?= 1000
 
 .PHONY: sim
-sim: $(STAMP) ## the whole service in virtual time: RUNS lives from SEED on, each with its own misfortunes
-	cd tests && ../$(BIN)/python -m sim --seed $(or $(SEED),1) --runs $(RUNS)
+sim: $(STAMP) ## the whole service in virtual time: RUNS lives from SEED on, each with its own misfortunes; PROVIDER=any
+	cd tests && ../$(BIN)/python -m sim --seed $(or $(SEED),1) --runs $(RUNS) $(if $(PROVIDER),--provider $(PROVIDER))
 
 .PHONY: sim-mutants
 sim-mutants: $(STAMP) ## plant faults in the service one after the other, and see the simulation catch each

@@ -11,7 +11,7 @@ import typer
 
 from batchferry.cli.console import amount, cell, count, facts, length, money, out, print_json, size, usd, wants_json
 from batchferry.cli.options import ConfigOption, JsonOption, load
-from batchferry.domain.money import PICODOLLARS, PriceBasis, UnitPrices, price_row
+from batchferry.domain.money import PICODOLLARS, PriceBasis, Prices, UnitPrices, price_row
 from batchferry.domain.provider import Usage
 from batchferry.domain.requests import LINE_OVERHEAD_BYTES
 from batchferry.domain.times import HOUR_S, WaitPlan
@@ -138,12 +138,12 @@ class Cost:
 UNKNOWN_COST = {"cost_usd": None, "sync_cost_usd": None, "saving_usd": None}
 
 
-def cost_of(load: Load, provider: str, prices: UnitPrices | None, when: datetime, days: int = 1) -> Cost | None:
+def cost_of(load: Load, known: Prices, prices: UnitPrices | None, when: datetime, days: int = 1) -> Cost | None:
     """What a load costs in so many days, rounded once; None where the price of its model is not known.
 
     Args:
         load: what comes in.
-        provider: whose prices apply.
+        known: whose prices apply where none are named.
         prices: named ones, which go before the price data's.
         when: whose prices apply, aware UTC.
         days: of 24 hours.
@@ -151,7 +151,7 @@ def cost_of(load: Load, provider: str, prices: UnitPrices | None, when: datetime
     many = load.rows_per_day * days
     if prices is not None:
         return Cost(*prices.cost(many * load.input_tokens, many * load.output_tokens))
-    row = price_row(provider, load.model, Usage(load.input_tokens, load.output_tokens), when, batch=True)
+    row = price_row(known, load.model, Usage(load.input_tokens, load.output_tokens), when, batch=True)
     return None if row is None else Cost(round(row.picodollars * many), round(row.list_picodollars * many))
 
 
@@ -164,14 +164,14 @@ class _Route:
         self.load = load
         self.wait = settings.wait_plan(route)
         self.filling = filling(route, self.account, self.wait, load)
-        self.poll_cap_s = self.account.poll.max_s
+        self.poll_cap_s = self.account.poll_cap_s
         self.cancel_s, self.download_s, self.lead_s = settings.cancel_s, settings.download_s, settings.rescue_lead_s
         now = datetime.now(UTC)
         usage = Usage(load.input_tokens, load.output_tokens)
-        row = price_row(self.account.provider, load.model, usage, now, batch=True)
+        row = price_row(self.account.price_list, load.model, usage, now, batch=True)
         self.basis = "named" if prices is not None else None if row is None else row.basis.value
-        self.day = cost_of(load, self.account.provider, prices, now)
-        self.days = cost_of(load, self.account.provider, prices, now, DAYS)
+        self.day = cost_of(load, self.account.price_list, prices, now)
+        self.days = cost_of(load, self.account.price_list, prices, now, DAYS)
 
     @property
     def enqueued_tokens(self) -> float:
@@ -260,7 +260,8 @@ class _Route:
                 f" {length(DAY_H * HOUR_S / share)}: the route is then held until the next day"
             )
         if self.basis is None:
-            told.append(f"no price is known for {self.load.model} at {self.account.provider}: what it costs is unknown")
+            where = self.account.knows_models_of or "this provider"
+            told.append(f"no price is known for {self.load.model} at {where}: what it costs is unknown")
         elif self.basis == PriceBasis.ASSUMED_DISCOUNT.value:
             told.append(f"half of the list price is assumed: the price data has no batch price of {self.load.model}")
         return told

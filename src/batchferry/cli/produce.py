@@ -47,6 +47,7 @@ RECORD_OVERHEAD_BYTES = 512
 
 class _Keyed(msgspec.Struct, gc=False):
     custom_id: Any = None
+    key: Any = None
 
 
 _decode_keyed = msgspec.json.Decoder(_Keyed).decode
@@ -369,7 +370,8 @@ def _key_of(named: str) -> Callable[[bytes], bytes | None] | None:
 
 def _custom_id(line: bytes) -> bytes | None:
     try:
-        return _key_bytes(_decode_keyed(line).custom_id)
+        found = _decode_keyed(line)
+        return _key_bytes(found.key if found.custom_id is None else found.custom_id)
     except (ValueError, RecursionError):
         return None
 

@@ -612,9 +612,9 @@ class _Maker:
         output = UNLEARNED_OUTPUT_TOKENS if request.max_output_tokens is None else request.max_output_tokens
         if request.url.endswith(("/embeddings", "/moderations")):
             output = 0
-        provider = self._settings.accounts[account].provider
+        prices = self._settings.accounts[account].price_list
         usage = Usage(request.tokens, output, 0)
-        price = price_row(provider, request.model, usage, now, batch=not request.priority_now)
+        price = price_row(prices, request.model, usage, now, batch=not request.priority_now)
         return None if price is None else price.picodollars
 
 
@@ -692,8 +692,8 @@ def _changed(value: bytes, path: Sequence[str], change: Change) -> bytes:
             raise CannotChange("it cannot be changed: its CloudEvent has no JSON data")
         members[path[0]] = msgspec.Raw(_changed(bytes(inner), path[1:], change))
         return msgspec.json.encode(members)
-    name = "body" if "body" in members or "params" not in members else "params"
-    if name not in members:
+    name = next((one for one in ("body", "params", "request") if one in members), None)
+    if name is None:
         raise CannotChange("it cannot be changed: it has no body")
     members[name] = msgspec.Raw(merge_patch(bytes(members[name]), change.patch))
     return msgspec.json.encode(members)

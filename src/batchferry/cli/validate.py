@@ -35,7 +35,7 @@ from batchferry.cli.options import ConfigOption, JsonOption, load
 from batchferry.domain.accumulator import OpenBatch
 from batchferry.domain.context import context_tokens, is_surely_too_long
 from batchferry.domain.estimate import UNLEARNED_OUTPUT_TOKENS
-from batchferry.domain.money import parse_usd, price_row
+from batchferry.domain.money import Prices, parse_usd, price_row
 from batchferry.domain.provider import Usage
 from batchferry.domain.requests import (
     REMEDIES,
@@ -143,7 +143,7 @@ class KeyEstimate:
     """What the rows of one batch key make together."""
 
     routed: Routed
-    provider: str
+    prices: Prices
     context: int | None
     """Tokens of the model's context; None: not known."""
     open: OpenBatch
@@ -184,8 +184,8 @@ class KeyEstimate:
         self.input_tokens += request.tokens
         self.output_tokens += output_tokens
         usage = Usage(request.tokens, output_tokens)
-        paid = price_row(self.provider, request.model, usage, when, batch=True)
-        listed = paid or price_row(self.provider, request.model, usage, when, batch=False)
+        paid = price_row(self.prices, request.model, usage, when, batch=True)
+        listed = paid or price_row(self.prices, request.model, usage, when, batch=False)
         self.cost = None if self.cost is None or paid is None else self.cost + paid.picodollars
         self.sync_cost = None if self.sync_cost is None or listed is None else self.sync_cost + listed.list_picodollars
 
@@ -344,9 +344,9 @@ class Check:
     def _estimate(self, routed: Routed) -> KeyEstimate | None:
         known = self.keys.get(routed.key)
         if known is None and len(self.keys) < self.settings.limits.max_open_keys:
-            provider = self.settings.accounts[routed.key.account].provider
-            context = routed.route.context_tokens or context_tokens(provider, routed.key.model)
-            known = KeyEstimate(routed, provider, context, OpenBatch(routed.key, routed.limits))
+            paying = self.settings.accounts[routed.key.account]
+            context = routed.route.context_tokens or context_tokens(paying.knows_models_of, routed.key.model)
+            known = KeyEstimate(routed, paying.price_list, context, OpenBatch(routed.key, routed.limits))
             self.keys[routed.key] = known
         return known
 

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 
 SHOWN = 5
 """Examples of one fault."""
+_ANSWERS: tuple[tuple[str | int, ...], ...] = (
+    ("choices", 0, "message", "content"),
+    ("content", 0, "text"),
+    ("candidates", 0, "content", "parts", 0, "text"),
+)
+"""Where the text of an answer stands: OpenAI and its kin, Anthropic, Gemini."""
 _LOST_ON_THE_WAY = (RowClass.MISSING.value, RowClass.UNREADABLE.value)
 """Classes of rows the provider has run and been paid for, and whose answer did not come."""
 
@@ -266,11 +272,20 @@ def _compare_label(books: Books, outcome: Mapping[str, Any], record: _Asked) -> 
     if record.intent is None:
         return
     books.labelled += 1
-    try:
-        answer = outcome["response"]["body"]["choices"][0]["message"]["content"]
-    except (KeyError, TypeError, IndexError):
-        return
-    books.agreeing += answer == record.intent
+    books.agreeing += _answer(outcome["response"]["body"]) == record.intent
+
+
+def _answer(body: Any) -> str | None:
+    """The first text of an answer, in any family's shape."""
+    for path in _ANSWERS:
+        found = body
+        try:
+            for step in path:
+                found = found[step]
+        except (KeyError, TypeError, IndexError):
+            continue
+        return found if isinstance(found, str) else None
+    return None
 
 
 def _book_times(books: Books, outcome: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from batchferry import __version__
 from batchferry.cli.console import complain, out, print_json
 from batchferry.cli.demo import books as accounts
 from batchferry.cli.demo import live, questions, report, stage
+from batchferry.cli.demo.ports import OPENAI, PORTS, port_of
 from batchferry.cli.errors import TopicMissing
 from batchferry.cli.exits import Exit
 from batchferry.domain.errors import KafkaUnavailable
@@ -37,6 +38,9 @@ def demo(
     folder: Annotated[
         Path, typer.Option(metavar="DIR", help="Everything of the demo: settings, logs, broker, provider.")
     ] = Path(".demo"),
+    provider: Annotated[
+        str, typer.Option(metavar="NAME", help=f"Whose API is played: {', '.join(PORTS)}.")
+    ] = OPENAI.profile,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with a demo that was killed, and check its books.")
     ] = False,
@@ -60,7 +64,7 @@ def demo(
     if resume or verify or stop:
         scene = stage.find(folder)
     else:
-        scene = stage.set_up(folder, os.environ.get("KAFKA_BOOTSTRAP_SERVERS") or None)
+        scene = stage.set_up(folder, os.environ.get("KAFKA_BOOTSTRAP_SERVERS") or None, provider)
     if stop:
         scene.end()
         return
@@ -100,7 +104,8 @@ def _say_hello(scene: stage.Stage, settings: Settings, *, resume: bool, verify: 
     broker = "embedded" if scene.own_broker else "KAFKA_BOOTSTRAP_SERVERS"
     console.print(f"demo {what} in {scene.folder}", markup=False)
     console.print(f"  broker    {scene.bootstrap} ({broker})", markup=False)
-    console.print(f"  provider  {scene.base_url} (simulated)", markup=False)
+    port = port_of(scene.provider)
+    console.print(f"  provider  {port.title}, simulated at {scene.provider_url}", markup=False)
     route = next(iter(settings.routes.values()))
     console.print(
         f"  promise   {settings.wait_plan(route).sum_text}: the longest wait for a batch; one second is an hour",
@@ -136,7 +141,8 @@ async def _play(
                 service = await stack.enter_async_context(_service(scene, settings))
                 ended = asyncio.create_task(service.wait(), name="service")
                 stack.callback(ended.cancel)
-            await _watch(kafka, settings, clock, service, ended, produce=produce)
+            items = questions.items(port_of(scene.provider)) if produce else []
+            await _watch(kafka, settings, clock, service, ended, items)
         bill, sync_billed = None, 0
         with contextlib.suppress(httpx.HTTPError):
             bill = await asyncio.to_thread(scene.bill)
@@ -177,16 +183,14 @@ async def _watch(
     clock: Clock,
     service: Any,
     ended: asyncio.Task[None] | None,
-    *,
-    produce: bool,
+    items: list[questions.Item],
 ) -> None:
-    """Produce, show what happens, and return when every record is settled."""
-    items = questions.items() if produce else []
+    """Produce these, show what happens, and return when every record is settled."""
     topics = settings.topics
     counts = await _partition_count(kafka, settings)
     planned = len(items) or await _records(kafka, topics.requests, counts)
     began = clock.now()
-    progress = live.Progress(planned, began, began, produced=0 if produce else planned)
+    progress = live.Progress(planned, began, began, produced=0 if items else planned)
     tail = kafka.tail()
     await tail.start(list(dict.fromkeys((topics.results, topics.failures, topics.review_topic))))
     producing = asyncio.create_task(_produce(kafka, topics.requests, items, clock, progress), name="produce")

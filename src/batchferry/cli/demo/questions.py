@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator
 from importlib import resources
 from typing import NamedTuple
 
-MODEL = "gpt-4o-mini"
-SECOND_MODEL = "gpt-4.1-mini"
-"""Asked by every tenth question, under a slice of its own: a second batch key."""
+from batchferry.cli.demo.ports import OPENAI, Body, Port
+
 SECOND_SLICE = "second-opinion"
+"""Slice of every tenth question, which asks the port's second model: a second batch key."""
 EXPECT = "expect"
 INTENT = "intent"
 """Header with the data set's own label, to compare the answer with; a business header that comes back untouched."""
@@ -36,64 +36,72 @@ class Item(NamedTuple):
     ahead_s: float = 0.0
 
 
-def items() -> list[Item]:
+def items(port: Port = OPENAI) -> list[Item]:
     """Everything in the order it is produced: most questions first, the odd ones among the last."""
-    asked = list(questions())
-    return [*asked[:-40], *edge_cases(), *bad_records(), *asked[-40:]]
+    asked = list(questions(port))
+    return [*asked[:-40], *edge_cases(port), *bad_records(port), *asked[-40:]]
 
 
-def questions() -> Iterator[Item]:
-    """The data set's questions as chat completions."""
+def questions(port: Port = OPENAI) -> Iterator[Item]:
+    """The data set's questions."""
     text = resources.files("batchferry.cli").joinpath("data/banking77.csv").read_text(encoding="utf-8")
     found = list(csv.DictReader(io.StringIO(text, newline="")))
     intents = sorted({row["category"] for row in found})
     for number, row in enumerate(found):
         second = number % 10 == 9
         yield _item(
+            port,
             f"q-{number:05}",
-            _chat(row["text"], intents, SECOND_MODEL if second else MODEL),
+            port.body(port.models[second], _instruction(intents), row["text"]),
             "succeeded|failed",
             (INTENT, row["category"].encode()),
             *([("slice", SECOND_SLICE.encode())] if second else []),
         )
 
 
-def edge_cases() -> Iterator[Item]:
+def edge_cases(port: Port = OPENAI) -> Iterator[Item]:
     """Unusual and lawful: each must be answered, or fail at the provider for what it is."""
     succeeds = "succeeded|failed"  # the simulated provider refuses a few of any kind
-    yield _item("edge-empty", _chat(""), succeeds)
-    yield _item("edge-too-long", _chat("How do I find my card? " * (LONG_CHARS // 23)), "too_long")
-    yield _item("edge-long", _chat("My card does not work. " * 2_000), succeeds)
-    yield _item(
-        "edge-control", _chat("tab\tbell\x07 nul\x00 escape\x1b[31m line\nbreak\r\n del\x7f next\x85line"), succeeds
+
+    def ask(question: str) -> Body:
+        return port.body(port.models[0], _instruction(), question)
+
+    def item(custom_id: str, body: Body, expect: str, *headers: tuple[str, bytes]) -> Item:
+        return _item(port, custom_id, body, expect, *headers)
+
+    yield item("edge-empty", ask(""), succeeds)
+    yield item("edge-too-long", ask("How do I find my card? " * (LONG_CHARS // 23)), port.too_long)
+    yield item("edge-long", ask("My card does not work. " * 2_000), succeeds)
+    yield item(
+        "edge-control", ask("tab\tbell\x07 nul\x00 escape\x1b[31m line\nbreak\r\n del\x7f next\x85line"), succeeds
     )
-    yield _item("edge-separators", _chat("one\u2028two\u2029three, and \ufeff in the middle"), succeeds)
-    yield _item("edge-emoji", _chat("Where is my 💳? 👩‍👩‍👧‍👦 🏳️‍🌈 paid 💶 but no 🧾 came 🤷🏽‍♀️"), succeeds)
-    yield _item("edge-chinese", _chat("我的银行卡什么时候到？我已经等了两个星期了。"), succeeds)  # noqa: RUF001
-    yield _item("edge-arabic", _chat("أين بطاقتي؟ \u202eright to left\u202c"), succeeds)
-    yield _item("edge-" + "🦜ключ" * 60, _chat("A custom_id of three hundred characters."), succeeds)
-    yield _item('edge "quoted" \\ and\nbroken', _chat("A custom_id with quotes and a line break."), succeeds)
-    yield _item("edge-fails", _chat(ALWAYS_FAILS), "transient")
-    body = _chat("The body is printed over many lines, and has numbers no double holds.")
+    yield item("edge-separators", ask("one\u2028two\u2029three, and \ufeff in the middle"), succeeds)
+    yield item("edge-emoji", ask("Where is my 💳? 👩‍👩‍👧‍👦 🏳️‍🌈 paid 💶 but no 🧾 came 🤷🏽‍♀️"), succeeds)
+    yield item("edge-chinese", ask("我的银行卡什么时候到？我已经等了两个星期了。"), succeeds)  # noqa: RUF001
+    yield item("edge-arabic", ask("أين بطاقتي؟ \u202eright to left\u202c"), succeeds)
+    yield item("edge-" + "🦜ключ" * 60, ask("A custom_id of three hundred characters."), succeeds)
+    yield item('edge "quoted" \\ and\nbroken', ask("A custom_id with quotes and a line break."), succeeds)
+    yield item("edge-fails", ask(ALWAYS_FAILS), "transient")
+    body = ask("The body is printed over many lines, and has numbers no double holds.")
     pretty = json.dumps({"custom_id": "edge-pretty", "body": body}, indent=2, ensure_ascii=False)
-    numbers = pretty.replace('"temperature": 0', '"seed": 12345678901234567, "temperature": 0.10000000000000000001')
+    numbers = pretty.replace(*port.odd_numbers)
     yield Item(b"edge-pretty", numbers.replace("\n", "\r\n").encode(), _headers(succeeds))
-    event = {"specversion": "1.0", "id": "e1", "source": "/demo", "type": "ask"}
-    event["data"] = {"custom_id": "edge-event", "body": _chat("A structured CloudEvent.")}  # type: ignore[assignment]
+    event: Body = {"specversion": "1.0", "id": "e1", "source": "/demo", "type": "ask"}
+    event["data"] = {"custom_id": "edge-event", "body": ask("A structured CloudEvent.")}
     yield Item(b"edge-event", _json(event), (*_headers(succeeds), ("content-type", b"application/cloudevents+json")))
     traced = ("traceparent", b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
-    yield _item("edge-traced", _chat("Who follows me?"), succeeds, traced, ("sla", b"PT48H"))
-    again = _chat("Sent twice by a producer that did not hear the answer.")
-    yield _item("edge-twice", again, succeeds)
-    yield _item("edge-twice", again, f"duplicate|{succeeds}")
-    yield _item("edge-reused", _chat("The same custom_id ..."), succeeds)
-    yield _item("edge-reused", _chat("... with another body: both are asked."), succeeds)
+    yield item("edge-traced", ask("Who follows me?"), succeeds, traced, ("sla", b"PT48H"))
+    again = ask("Sent twice by a producer that did not hear the answer.")
+    yield item("edge-twice", again, succeeds)
+    yield item("edge-twice", again, f"duplicate|{succeeds}")
+    yield item("edge-reused", ask("The same custom_id ..."), succeeds)
+    yield item("edge-reused", ask("... with another body: both are asked."), succeeds)
 
 
-def bad_records() -> Iterator[Item]:
+def bad_records(port: Port = OPENAI) -> Iterator[Item]:
     """Each breaks one rule and must end as one failure that names it."""
-    body = _chat("What is wrong with me?")
-    line = {"custom_id": "bad", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    body = port.body(port.models[0], _instruction(), "What is wrong with me?")
+    line = port.plain_line("bad", body)
 
     def bad(rule: str, value: bytes | None, *more: tuple[str, bytes], ahead_s: float = 0.0) -> Item:
         other = "|succeeded|failed" if ahead_s else ""  # a slow start may let the future become the present
@@ -116,41 +124,29 @@ def bad_records() -> Iterator[Item]:
     yield bad("custom_id_type", changed(custom_id=42))
     yield bad("custom_id_empty", changed(custom_id=""))
     yield bad("method_not_post", changed(method="GET"))
-    yield bad("url_is_absolute", changed(url="https://api.openai.com/v1/chat/completions"))
+    yield bad("url_is_absolute", changed(url=f"https://provider.example{port.endpoint}"))
     yield bad("unknown_endpoint", changed(url="/v1/images/generations"))
     yield bad("missing_body", changed(body=...))
     yield bad("body_not_object", changed(body=json.dumps(body)))
     yield bad("missing_model", changed(body={**body, "model": ""}))
-    yield bad("missing_input", changed(body={"model": MODEL, "temperature": 0}))
-    yield bad("wrong_type", changed(body={**body, "max_completion_tokens": "many"}))
+    yield bad("missing_input", changed(body={name: body[name] for name in body if name != port.input_member}))
+    yield bad("wrong_type", changed(body=port.wrong_type(body)))
     yield bad("streaming", changed(body={**body, "stream": True}))
     yield bad("bad_header", _json(line), ("sla", b"soon"))
     yield bad("timestamp_future", _json(line), ahead_s=FUTURE_S)
 
 
-def _item(custom_id: str, body: dict[str, object], expect: str, *headers: tuple[str, bytes]) -> Item:
-    line = {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
-    return Item(custom_id.encode(), _json(line), (*_headers(expect), *headers))
+def _item(port: Port, custom_id: str, body: Body, expect: str, *headers: tuple[str, bytes]) -> Item:
+    return Item(custom_id.encode(), _json(port.line(custom_id, body)), (*_headers(expect), *headers))
 
 
 def _headers(expect: str) -> tuple[tuple[str, bytes], ...]:
     return ((EXPECT, expect.encode()),)
 
 
-def _chat(question: str, intents: Iterable[str] = (), model: str = MODEL) -> dict[str, object]:
+def _instruction(intents: Iterable[str] = ()) -> str:
     names = " ".join(intents) or "card_arrival lost_or_stolen_card top_up_failed something_else"
-    return {
-        "model": model,
-        "messages": [
-            {
-                "role": "system",
-                "content": f"Which of these intents is the customer's question? Answer with its name alone.\n{names}",
-            },
-            {"role": "user", "content": question},
-        ],
-        "temperature": 0,
-        "max_completion_tokens": 32,
-    }
+    return f"Which of these intents is the customer's question? Answer with its name alone.\n{names}"
 
 
 def _nested(levels: int) -> object:

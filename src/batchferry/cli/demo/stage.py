@@ -25,6 +25,7 @@ import httpx
 import orjson
 import yaml
 
+from batchferry.cli.demo.ports import Port, port_of
 from batchferry.cli.demo.questions import ALWAYS_FAILS
 from batchferry.domain.errors import BatchferryError, ConfigError, KafkaUnavailable
 
@@ -57,6 +58,7 @@ class Stage:
     base_url: str
     bootstrap: str
     own_broker: bool
+    provider: str
 
     @property
     def settings_path(self) -> Path:
@@ -74,6 +76,11 @@ class Stage:
         with contextlib.suppress(httpx.HTTPError):
             return self.ask("clock") is not None
         return False
+
+    @property
+    def provider_url(self) -> str:
+        """Where the simulated provider's API is."""
+        return self.base_url.removesuffix("/v1") + port_of(self.provider).path
 
     def ask(self, what: str) -> dict[str, Any]:
         """What the simulated provider says of itself: ``state``, ``clock``.
@@ -116,20 +123,22 @@ class Stage:
                 time.sleep(0.1)
 
 
-def set_up(folder: Path, cluster: str | None) -> Stage:
+def set_up(folder: Path, cluster: str | None, provider: str) -> Stage:
     """Make the folder anew and start what the service needs; blocks for a few seconds.
 
     Args:
         folder: emptied if a demo was here before.
         cluster: bootstrap servers of a cluster to use; None: an embedded broker.
+        provider: name of a port.
 
     Raises:
-        ConfigError: the folder holds something else.
+        ConfigError: the folder holds something else, or there is no such provider.
         KafkaUnavailable: the embedded broker is not installed or did not start.
     """
+    port = port_of(provider)
     folder = folder.resolve()
     _empty(folder)
-    (folder / "scenario.yaml").write_text(yaml.safe_dump(SCENARIO, sort_keys=False), encoding="utf-8")
+    (folder / "scenario.yaml").write_text(yaml.safe_dump(_scenario(port), sort_keys=False), encoding="utf-8")
     (folder / "faults.yaml").write_text(yaml.safe_dump(FAULTS, sort_keys=False), encoding="utf-8")
     started = datetime.now(UTC)
     clock = {"speed": SPEED, "origin": started - timedelta(seconds=BEFORE_S), "started": started}
@@ -143,6 +152,7 @@ def set_up(folder: Path, cluster: str | None) -> Stage:
         str(ready["base_url"]),
         cluster or str(ready["kafka_bootstrap_servers"]),
         own_broker=cluster is None,
+        provider=provider,
     )
     text = yaml.safe_dump(_settings(stage, clock, uuid4().hex[:8]), sort_keys=False)
     stage.settings_path.write_text(f"# Written by 'batchferry demo'. One real second is an hour here.\n{text}")
@@ -152,6 +162,7 @@ def set_up(folder: Path, cluster: str | None) -> Stage:
         "base_url": stage.base_url,
         "bootstrap": stage.bootstrap,
         "own_broker": stage.own_broker,
+        "provider": stage.provider,
     }
     (folder / STATE_FILE).write_bytes(orjson.dumps(state))
     return stage
@@ -166,7 +177,14 @@ def find(folder: Path) -> Stage:
     folder = folder.resolve()
     try:
         state = orjson.loads((folder / STATE_FILE).read_bytes())
-        stage = Stage(folder, state["pid"], state["base_url"], state["bootstrap"], own_broker=state["own_broker"])
+        stage = Stage(
+            folder,
+            state["pid"],
+            state["base_url"],
+            state["bootstrap"],
+            own_broker=state["own_broker"],
+            provider=state["provider"],
+        )
     except (OSError, ValueError, KeyError, TypeError):
         raise StageMissing(f"no demo was set up in {folder}; 'batchferry demo' starts one") from None
     if not stage.is_alive:
@@ -234,6 +252,7 @@ def _settings(stage: Stage, clock: Mapping[str, Any], suffix: str) -> dict[str, 
     Lengths that the service measures on its own clock (windows, polls, graces) are in demo time; those that concern
     broker, disk and connections (sessions, transactions, timeouts, the time to live of a create) are in real time.
     """
+    port = port_of(stage.provider)
     return {
         "kafka": {
             "bootstrap_servers": [stage.bootstrap] if "," not in stage.bootstrap else stage.bootstrap.split(","),
@@ -251,16 +270,18 @@ def _settings(stage: Stage, clock: Mapping[str, Any], suffix: str) -> dict[str, 
         },
         "accounts": {
             "default": {
-                "base_url": stage.base_url,
+                "profile": port.profile,
+                "base_url": stage.provider_url,
                 "api_key": KEY,
-                "completion_window": "24h",
-                "timeouts": {"create_s": 10, "read_s": 20, "upload_s": 60, "download_s": 60},
+                "completion_window": port.window,
+                "sync": {"enabled": True},
+                "timeouts": {"create_s": 10, "read_s": 20, "upload_s": 20, "download_s": 60},
                 "poll": {"first_s": "5m", "factor": 1.5, "max_s": "20m", "floor_s": "5m"},
                 "file_expiry_s": "30d",
             }
         },
         "routes": {
-            "default": {"sla_s": "30h", "margin_s": "2h", "max_rows": MAX_ROWS},
+            "default": {"endpoint": port.endpoint, "sla_s": port.sla, "margin_s": port.margin, "max_rows": MAX_ROWS},
         },
         "limits": {
             "settle_max_delay_s": 0.1,
@@ -284,6 +305,11 @@ def _settings(stage: Stage, clock: Mapping[str, Any], suffix: str) -> dict[str, 
     }
 
 
+def _scenario(port: Port) -> dict[str, Any]:
+    endless = {"in_progress": {"factor_s": 0, "exponent": 1, "minimum_s": port.unfinished_h * 3600}}
+    return {**SCENARIO, "batches": [{"nth": 1, "durations": endless}]}
+
+
 SCENARIO: dict[str, Any] = {
     # A batch of 450 rows takes about three hours, a small one minutes.
     "durations": {
@@ -292,8 +318,7 @@ SCENARIO: dict[str, Any] = {
         "finalizing_s": 120,
         "jitter": 0.4,
     },
-    # The first batch does not finish in its window: what it has done is landed, the rest travels again.
-    "batches": [{"nth": 1, "durations": {"in_progress": {"factor_s": 0, "exponent": 1, "minimum_s": 30 * 3600}}}],
+    # Besides, the first batch does not finish in its window: what it has done is landed, the rest travels again.
     "rows": [{"match": {"body_contains": ALWAYS_FAILS}, "outcome": "http_error", "status": 500}],
     "shares": [
         {"outcome": "content_filter", "share": 0.01},
