@@ -16,6 +16,7 @@ from typing import Any
 
 from batchferry.domain.ids import parse_wire_id
 from batchferry.domain.ledger import (
+    UNCERTAIN,
     Claim,
     Lane,
     LedgerHeader,
@@ -28,7 +29,8 @@ from batchferry.domain.ledger import (
 from batchferry.domain.offsets import BLOCK_SHIFT, OffsetSet
 from batchferry.domain.partition import PartitionLedger
 from batchferry.simulator.kafka import StoredRecord
-from batchferry.simulator.state import SimBatch, Status
+from batchferry.simulator.state import Status
+from sim.families import our_batch_id
 
 MAX_LEDGER_RECORD_BYTES = 16 * 1024
 FENCE_S = 30.0
@@ -84,8 +86,16 @@ class Books:
         self.outcomes = 0
         self.wires: dict[str, str] = {}
         """The input file that carries each wire id that was ever in a created batch."""
-        self.running: dict[tuple[int, int], dict[str, SimBatch]] = defaultdict(dict)
+        self.running: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)
         """Provider batches by row."""
+        self.recorded: set[str] = set()
+        """The provider's ids that stand in the ledger of any partition, or did."""
+        self.found: dict[tuple[int, int], set[str]] = defaultdict(set)
+        """Provider batches by row that a lot with this row has named."""
+        self.recorded_lots: set[str] = set()
+        """Our batches for which such an id stands there, or did."""
+        self.uncertain: set[str] = set()
+        """Those of them that were only taken for ours."""
         self.lines: dict[str, list[tuple[int, int]]] = {}
         self.wave_rows = 50
         """The most rows that a wave may have."""
@@ -103,6 +113,8 @@ class Books:
         """How often each row was in a wave that its process did not live to end."""
         self.wave_owners: dict[str, str] = {}
         """The process that wrote each wave."""
+        self.is_fenced = True
+        """Whether every create without an answer can be made to fail before its rows go again."""
         self.deleted_below: dict[int, int] = {}
         """Below which offset the input was deleted, by partition."""
         self._now_s = now_s
@@ -251,7 +263,14 @@ class Books:
         known = ledger.lots.get(lot.lot_id)
         if lot.lane is Lane.SYNC:
             self._sync_lot(ledger, lot, known, owner)
-        elif lot.state is LotState.SUBMITTING and lot.input_file_id is None:
+        self.recorded.update(lot.provider_batch_ids)
+        for offset in lot.offsets if lot.provider_batch_ids else ():
+            self.found[ledger.partition, offset].update(lot.provider_batch_ids)
+        if lot.provider_batch_ids:
+            self.recorded_lots.add(lot.lot_id)
+        if lot.extra.get(UNCERTAIN):
+            self.uncertain.update(lot.provider_batch_ids)
+        if lot.lane is not Lane.SYNC and lot.state is LotState.SUBMITTING and lot.input_file_id is None:
             self._fail(f"lot {lot.lot_id} is SUBMITTING and names no input file")
         if (
             known is not None
@@ -298,8 +317,8 @@ class Books:
         if where is not None:
             self.sync_lost[where] += 1
 
-    def created(self, batch: SimBatch, content: bytes) -> None:
-        """The provider made a batch."""
+    def created(self, batch: Any, content: bytes, made_of: str) -> None:
+        """The provider made a batch; ``made_of`` names the file, or whatever else it was made of."""
         rows = []
         for line in content.split(b"\n"):
             if not line:
@@ -312,12 +331,12 @@ class Books:
             known = self.ledger_ids.get(wire.partition)
             if known != wire.ledger_id:
                 self._fail(f"wire id {wire_id} carries a ledger id that partition {wire.partition} does not have")
-            before = self.wires.setdefault(wire_id, batch.input_file_id)
-            if before != batch.input_file_id:
+            before = self.wires.setdefault(wire_id, made_of)
+            if before != made_of:
                 self._fail(f"wire id {wire_id} is in two files that became batches")
             where = (wire.partition, wire.offset)
             for other in self.running[where].values():
-                if not other.status.is_terminal:
+                if not other.status.is_terminal and self.is_fenced:  # else the bill tells at the end
                     self._fail(f"{where} is in batch {batch.id} while batch {other.id} still has it")
             self.running[where][batch.id] = batch
             rows.append(where)
@@ -327,15 +346,27 @@ class Books:
         """How many batches with this row ended so."""
         return sum(batch.status is status for batch in self.running[where].values())
 
-    def lots_of(self, batch: SimBatch) -> dict[int, Lot]:
-        """The lots of a provider batch, by partition."""
-        wanted = (batch.metadata or {}).get("batch_id")
-        return {
-            partition: lot
+    def lots_of(self, batch: Any) -> dict[int, Lot]:
+        """The lots of a provider batch, by partition; where the provider keeps no name of ours, by its own id."""
+        wanted = our_batch_id(batch)
+        found = [
+            (partition, lot)
             for partition, ledger in self.ledgers.items()
             for lot in ledger.lots.values()
-            if lot.lot_id == wanted
-        }
+            if (
+                lot.lot_id == wanted
+                if wanted is not None
+                else batch.id in lot.provider_batch_ids
+                and any(row in lot.offsets for at, row in self.lines.get(batch.id, ()) if at == partition)
+            )
+        ]
+        # Whoever only took it for his has no part in it, once it is known whose it is.
+        known = [(partition, lot) for partition, lot in found if not lot.extra.get(UNCERTAIN)]
+        return dict(known or found)
+
+    def strays(self, where: tuple[int, int]) -> int:
+        """Batches with this row that were made, and that nobody who looked after the row has found."""
+        return sum(batch_id not in self.found[where] for batch_id in self.running[where])
 
     def led_by(self, partition: int, incarnation_of: Callable[[str], str]) -> set[str]:
         """Names of the processes that may act for this partition now, or did a moment ago."""

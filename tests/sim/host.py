@@ -11,11 +11,9 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from batchferry.app import Service
+from batchferry.app import AnthropicProvider, GeminiProvider, MistralProvider, OpenAIProvider, Service
 from batchferry.config import Settings
 from batchferry.domain.errors import BatchferryError, GateRefused
-from batchferry.providers.openai import CallTimeouts, OpenAIAccount, OpenAIProvider
-from batchferry.simulator import DEFAULT_KEY
 from batchferry.simulator.kafka import SimKafka, SimProcess
 from batchferry.telemetry import RecordingTelemetry
 from sim.loop import RUNNING, Stoppable, VirtualLoop
@@ -212,30 +210,19 @@ def parts(provider_rng: random.Random) -> dict[str, Any]:
         host = here()
         return host.world.kafka(host.kafka)
 
-    def build_providers(settings: Settings, clock: Any) -> dict[str, Any]:
-        host = here()
-        made = {}
-        for name, account in settings.accounts.items():
-            times = account.timeouts
-            made[name] = OpenAIProvider(
-                OpenAIAccount(
-                    name=name,
-                    base_url="http://provider/v1",
-                    api_key=DEFAULT_KEY,
-                    completion_window=account.completion_window,
-                    timeouts=CallTimeouts(
-                        connect_s=times.connect_s,
-                        read_s=times.read_s,
-                        write_s=times.write_s,
-                        create_s=times.create_s,
-                        upload_s=times.upload_s,
-                        download_s=times.download_s,
-                    ),
-                ),
-                clock,
-                host.world.provider.transport(),
-                random.Random(provider_rng.random()),
-            )
+    def adapter(make: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+        """The real adapter, over the wire of our own and with a jitter that follows the seed."""
+
+        def made(account: Any, clock: Any) -> Any:
+            return make(account, clock, here().world.provider.transport(), random.Random(provider_rng.random()))
+
         return made
 
-    return {"build_clock": build_clock, "build_kafka": build_kafka, "build_providers": build_providers}
+    return {
+        "build_clock": build_clock,
+        "build_kafka": build_kafka,
+        "OpenAIProvider": adapter(OpenAIProvider),
+        "AnthropicProvider": adapter(AnthropicProvider),
+        "MistralProvider": adapter(MistralProvider),
+        "GeminiProvider": adapter(GeminiProvider),
+    }

@@ -24,6 +24,7 @@ import batchferry.app
 from batchferry.config import Settings, load_settings
 from batchferry.domain import control
 from batchferry.domain.ids import BatchId
+from batchferry.domain.ledger import Lot
 from batchferry.domain.money import warm_up
 from batchferry.engine import partition as engine_partition
 from batchferry.engine import supervisor as engine_supervisor
@@ -32,11 +33,25 @@ from batchferry.ports import OutRecord
 from batchferry.simulator import Scenario
 from batchferry.simulator.clock import SimClock
 from batchferry.simulator.kafka import FaultRates, SimCluster, SimKafka, SimKafkaSettings
-from batchferry.simulator.settings import DEFAULT_PROJECT
 from batchferry.simulator.state import Status
 from sim import host as host_module
 from sim.books import FENCE_S, Books, Request
 from sim.entropy import seeded
+from sim.families import (
+    ANTHROPIC,
+    FAMILIES,
+    KEY,
+    OPENAI,
+    WEIGHTS,
+    Family,
+    InlineBatch,
+    batches_of,
+    files_left,
+    identity_of,
+    inline_content,
+    input_file_of,
+    our_batch_id,
+)
 from sim.host import BUGS, ORIGIN, BusinessClock, Host, Killed
 from sim.loop import RUNNING, Stuck, run
 from sim.provider import CALLER, SimProvider, WireRates
@@ -49,9 +64,10 @@ TOPICS = {name: name for name in ("requests", "results", "failures", "events")} 
 GROUP = "group"
 LOOK_S = 0.5
 """Real seconds between two looks whether the end has come."""
-MODELS = ("gpt-4o-mini", "gpt-4o")
+UNFENCED = "input_file_not_deleted"
+"""The reason under which rows are counted whose create may come in after they have gone again."""
 KINDS = ("plain", "filter", "http", "httpall", "missing", "unread", "dup", "foreign", "twin", "bad")
-WEIGHTS = (70, 4, 5, 3, 4, 3, 4, 2, 3, 2)
+KIND_WEIGHTS = (70, 4, 5, 3, 4, 3, 4, 2, 3, 2)
 TERMS = {
     "filter": {"outcome": "content_filter"},
     "http": {"outcome": "http_error", "status": 500, "first_attempts": 1},
@@ -83,6 +99,7 @@ class Outcome:
     """How a life went."""
 
     seed: int
+    family: str = OPENAI.name
     fault: str = ""
     history: list[str] = field(default_factory=list)
     reached: Counter[str] = field(default_factory=Counter)
@@ -91,6 +108,8 @@ class Outcome:
     """Failpoints at which a process was killed, paused or stopped."""
     misfortunes: Counter[str] = field(default_factory=Counter)
     facts: Counter[str] = field(default_factory=Counter)
+    report: dict[str, Any] = field(default_factory=dict)
+    """What a written life has to say beside."""
     real_s: float = 0.0
     business_h: float = 0.0
 
@@ -98,7 +117,8 @@ class Outcome:
 class World:
     """Everything of one life."""
 
-    def __init__(self, seed: int, folder: Path, outcome: Outcome) -> None:
+    def __init__(self, seed: int, folder: Path, outcome: Outcome, family: Family = OPENAI) -> None:
+        self.family = family
         self.rng = random.Random(f"{seed}:fate")
         self.seed = seed
         self.folder = folder
@@ -131,11 +151,12 @@ class World:
         loop = asyncio.get_running_loop()
         sim_clock = SimClock(self.speed, ORIGIN, datetime.fromtimestamp(0, UTC), real_time=loop.time)
         self.provider = SimProvider(
-            folder / "provider", self._scenario(), sim_clock, seed, random.Random(f"{seed}:wire"), self.note
+            folder / "provider", self._scenario(), sim_clock, seed, random.Random(f"{seed}:wire"), self.note, family
         )
         self.books = Books(TOPICS, loop.time, self.note, self.fail)
+        self.books.is_fenced = family.is_fenced
         self.cluster.on_append(self.books.hear)
-        self.provider.lagging_share = self.lagging_share
+        self.provider.lagging_share = self.lagging_share if family is OPENAI else 0.0
         self.provider.lag_s = 0.9 * self.speed
         self._inits: dict[int, list[tuple[float, str]]] = defaultdict(list)
         self._watch_provider()
@@ -204,8 +225,9 @@ class World:
         for number in sorted(rng.sample(range(1, 9), rng.choice((0, 0, 1, 2)))):
             kind = rng.choice(("expires", "fails", "lingers"))
             if kind == "expires":
-                batches.append({"nth": number, "durations": {"in_progress": {"minimum_s": 30 * HOUR_S, "factor_s": 0}}})
-            elif kind == "fails":
+                too_long_s = (self.family.window_h + 6) * HOUR_S
+                batches.append({"nth": number, "durations": {"in_progress": {"minimum_s": too_long_s, "factor_s": 0}}})
+            elif kind == "fails" and self.family.fails_whole:
                 error = rng.choice(
                     (
                         [{"code": "invalid_json_line", "line": 1}],
@@ -251,8 +273,8 @@ class World:
                 "topics": {**{one: one for one in ("requests", "results", "failures", "events")}, "group": GROUP},
                 "accounts": {
                     "default": {
-                        "base_url": "http://provider/v1",
-                        "api_key": "x",
+                        **self.family.account,
+                        "api_key": KEY,
                         "poll": {"first_s": 300, "floor_s": 120, "max_s": 1800},
                         "sync": self.sync,
                         "timeouts": {
@@ -265,7 +287,12 @@ class World:
                     }
                 },
                 "routes": {
-                    "default": {"max_rows": self.max_rows, "sla_s": self.sla_h * HOUR_S, "margin_s": 2 * HOUR_S}
+                    "default": {
+                        "endpoint": self.family.endpoint,
+                        "max_rows": self.max_rows,
+                        "sla_s": (self.sla_h + self.family.window_h - 24) * HOUR_S,
+                        "margin_s": 2 * HOUR_S,
+                    }
                     | self.route
                 },
                 "limits": {
@@ -358,8 +385,9 @@ class World:
 
         def watched_create(project: str, wanted: Any) -> Any:
             batch = create(project, wanted)
-            books.created(batch, world.state.file_path(batch.input_file_id).read_bytes())
-            self.note(f"provider: {batch.id} made for {CALLER.get()} of {(batch.metadata or {}).get('batch_id')}")
+            content = world.state.file_path(batch.input_file_id).read_bytes()
+            books.created(batch, content, batch.input_file_id if self.family is OPENAI else identity_of(content))
+            self.note(f"provider: {batch.id} made for {CALLER.get()} of {our_batch_id(batch)}")
             return batch
 
         def watched_delete(project: str, file_id: str) -> None:
@@ -376,6 +404,44 @@ class World:
         world.create = watched_create
         world.delete_file = watched_delete
         world.cancel = watched_cancel
+        self._watch_messages()
+
+    def _watch_messages(self) -> None:
+        """The same for batches that come without a file."""
+        messages, books = self.provider.messages, self.books
+        create, delete, cancel = messages.create, messages.delete, messages.cancel
+
+        async def watched_create(project: str, version: str, body_path: Path) -> Any:
+            batch = await create(project, version, body_path)
+            content = inline_content(self.provider, batch)
+            books.created(InlineBatch(batch), content, identity_of(content))
+            self.note(f"provider: {batch.id} made for {CALLER.get()} of {batch.rows} rows")
+            return batch
+
+        def watched_delete(project: str, batch_id: str) -> None:
+            self._check_inline_delete(InlineBatch(messages.find(project, batch_id)))
+            delete(project, batch_id)
+
+        async def watched_cancel(project: str, batch_id: str) -> Any:
+            self.note(f"provider: {batch_id} cancelled by {CALLER.get()}")
+            return await cancel(project, batch_id)
+
+        messages.create = watched_create
+        messages.delete = watched_delete
+        messages.cancel = watched_cancel
+
+    @property
+    def provider_batches(self) -> list[Any]:
+        """Every batch that was ever made, oldest first."""
+        return batches_of(self.family, self.provider)
+
+    def _check_inline_delete(self, batch: InlineBatch) -> None:
+        lots = self.books.lots_of(batch)
+        early = [partition for partition, lot in lots.items() if lot.is_at_provider]
+        if early or batch.id not in self.books.recorded:
+            self.fail(f"{batch.id} deleted by {CALLER.get()} before partitions {early} are DONE")
+        if lots:
+            self._check_leader(batch.id, batch.id, lots)
 
     def _check_delete(self, file_id: str) -> None:
         for batch in self.provider.world.state.batches.values():
@@ -388,18 +454,23 @@ class World:
                         f"result file {file_id} of {batch.id} deleted by {CALLER.get()} before partitions "
                         f"{[p for p, lot in lots.items() if lot.is_at_provider]} are DONE"
                     )
-            elif file_id == batch.input_file_id:
+            elif file_id == input_file_of(batch):
                 lots = self.books.lots_of(batch)
                 if any(lot.state.value == "SUBMITTED" for lot in lots.values()) and not batch.status.is_terminal:
                     self.fail(f"input file {file_id} of the running {batch.id} deleted by {CALLER.get()}")
-            if lots and file_id != batch.input_file_id and self._was_awake(CALLER.get()):
-                leader = min(next(iter(lots.values())).partitions)
-                leading = self.books.led_by(leader, self._host_name)
-                if CALLER.get() not in leading:
-                    self.fail(
-                        f"{CALLER.get()} deleted {file_id} of {batch.id}, though partition {leader} is led by "
-                        f"{sorted(leading)}"
-                    )
+            if lots and file_id != input_file_of(batch):
+                self._check_leader(file_id, batch.id, lots)
+
+    def _check_leader(self, what: str, batch_id: str, lots: Mapping[int, Lot]) -> None:
+        """Only who leads the batch deletes its results."""
+        if not self._was_awake(CALLER.get()):
+            return
+        leader = min(next(iter(lots.values())).partitions)
+        leading = self.books.led_by(leader, self._host_name)
+        if CALLER.get() not in leading:
+            self.fail(
+                f"{CALLER.get()} deleted {what} of {batch_id}, though partition {leader} is led by {sorted(leading)}"
+            )
 
     def _was_awake(self, name: str) -> bool:
         """Whether the process has run without a pause for so long that its last look at its partition counts."""
@@ -473,7 +544,7 @@ class World:
 
     def _arm(self) -> None:
         rng = self.rng
-        points = list(Failpoint)
+        points = [point for point in Failpoint if not self.family.is_fenced or point not in DISOWN_POINTS]
         for _ in range(rng.choice((0, 1, 2, 3, 5))):
             act = rng.choice(("kill", "kill", "kill", "pause", "pause", "stop"))
             nth = rng.choice((1, 1, 1, 2, 3, 6))
@@ -604,11 +675,8 @@ class World:
         return True
 
     def _do_refuse(self) -> bool:
-        status, code = self.rng.choice(
-            ((429, "insufficient_quota"), (400, "billing_hard_limit_reached"), (401, "invalid_api_key"))
-        )
-        body = json.dumps({"error": {"message": "no", "type": code, "code": code, "param": None}}).encode()
-        self.provider.refuse_creates = {"status": status, "body": body}
+        status, code = self.rng.choice(self.family.refusals)
+        self.provider.refuse(status, code)
         self.note(f"provider refuses creates: {status} {code}")
 
         def back() -> None:
@@ -631,10 +699,14 @@ class World:
 
     def _some_batch(self) -> BatchId | None:
         live = [
-            batch for batch in self.provider.world.state.batches.values()
-            if not batch.status.is_terminal and batch.metadata
-        ]  # fmt: skip
-        return BatchId(self.rng.choice(live).metadata["batch_id"]) if live else None
+            named for batch in self.provider_batches if not batch.status.is_terminal and (named := self._named(batch))
+        ]
+        return BatchId(self.rng.choice(live)) if live else None
+
+    def _named(self, batch: Any) -> str | None:
+        """Our name of a provider batch, where it is known."""
+        lots = self.books.lots_of(batch) if batch.metadata is None else {}
+        return our_batch_id(batch) or next((lot.lot_id for lot in lots.values()), None)
 
     def _do_cancel(self) -> bool:
         batch_id = self._some_batch()
@@ -681,7 +753,7 @@ class World:
         self.note(f"all {self.records} requests have come")
 
     def _kind(self) -> str:
-        return self.rng.choices(KINDS, WEIGHTS)[0]
+        return self.rng.choices(KINDS, KIND_WEIGHTS)[0]
 
     def _haste(self) -> tuple[tuple[str, bytes], ...]:
         """The headers of a row, some of which have little time or want the lane."""
@@ -699,10 +771,10 @@ class World:
         number = len(self.books.requests)
         partition = rng.randrange(self.cluster.partition_count("requests"))
         custom_id = twin if kind == "twin" and twin else f"row-{number}"
-        model = rng.choice(MODELS)
+        model = rng.choice(self.family.models)
         offset = self.cluster.end_offset("requests", partition)
-        body = {"model": model, "messages": [{"role": "user", "content": f"kind/{kind}/ {partition}/{offset}"}]}
-        value = json.dumps({"custom_id": custom_id, "body": body}).encode()
+        body = self.family.body(f"kind/{kind}/ {partition}/{offset}", model)
+        value = json.dumps(self.family.record(custom_id, body)).encode()
         if kind == "bad":
             value = value[:-3]
         now = self.clock.now()
@@ -783,13 +855,21 @@ class World:
             end = self.cluster.end_offset("requests", partition)
             if end > self.cluster.log_start("requests", partition) and committed.get(partition, 0) < end:
                 return f"partition {partition} is committed to {committed.get(partition)} of {end}"
-        running = [b.id for b in self.provider.world.state.batches.values() if not b.status.is_terminal]
+        running = [batch.id for batch in self.provider_batches if not batch.status.is_terminal]
         if running:
             return f"batches still run at the provider: {running[:3]}"
-        files = [file.id for file in self.provider.world.list_files(DEFAULT_PROJECT)]
+        files = files_left(self.family, self.provider)
         if files:
             return f"files left at the provider: {files[:3]}"
+        if self.family is ANTHROPIC:
+            left = [batch.id for batch in self.provider_batches if self._is_left(batch)]
+            if left:
+                return f"results left at the provider: {left[:3]}"
         return ""
+
+    def _is_left(self, batch: InlineBatch) -> bool:
+        """Whether its results are there though we know of them, and know that they are ours."""
+        return not batch.is_deleted and batch.id in self.books.recorded - self.books.uncertain
 
     def _final(self) -> None:
         self._check_bill()
@@ -800,16 +880,18 @@ class World:
             self.fail(f"a transaction was open for {longest_s:.1f} s")
         facts = self.outcome.facts
         facts["records"] += len(self.books.requests)
-        facts["batches"] += len(self.provider.world.state.batches)
+        facts["batches"] += len(self.provider_batches)
         facts["outcomes"] += self.books.outcomes
 
     def _check_bill(self) -> None:
         """Nothing was run twice but what was classified so, or counted as perhaps paid twice."""
         books, bill = self.books, self.provider.world.state.bill
-        unread = 0
+        unread = strays = 0
         for where, request in books.requests.items():
             count = bill.body(request.body)
-            allowed = 1 + (request.kind in {"missing", "unread"})
+            stray = 0 if self.family.is_fenced else books.strays(where)
+            strays += stray
+            allowed = 1 + stray + (request.kind in {"missing", "unread"})
             # Answers that nobody got are held against the service's own count below.
             classified = allowed + books.rescued[where] + books.retried_sync[where] + books.sync_lost[where]
             if count.paid_runs > classified + books.lost_in_waves[where]:
@@ -820,8 +902,15 @@ class World:
                 )
             unread += max(0, min(count.paid_runs - allowed - books.rescued[where], books.sync_lost[where]))
         counted = sum(self.paid_twice.values())
-        other = {reason: rows for reason, rows in self.paid_twice.items() if not reason.startswith("sync_")}
-        if other or (counted and not self.has_lane):
+        lawful = set() if self.family.is_fenced else {UNFENCED}
+        other = {
+            reason: rows
+            for reason, rows in self.paid_twice.items()
+            if not reason.startswith("sync_") and reason not in lawful
+        }
+        if strays > self.paid_twice[UNFENCED]:
+            self.fail(f"{strays} rows were in batches that nobody found, and {self.paid_twice} were counted")
+        if other or (counted - self.paid_twice[UNFENCED] and not self.has_lane):
             self.fail(f"{self.paid_twice} counted as possibly paid twice, where the file could be deleted")
         if unread > counted:
             self.fail(f"{unread} rows were paid twice for answers nobody got, and {counted} were counted")
@@ -840,6 +929,7 @@ class World:
         facts["rescued"] += sum(books.rescued.values())
         facts["lost_in_waves"] += lost
         facts["paid_twice_counted"] += counted
+        facts["strays"] += strays
 
     def _check_class(self, request: Request) -> None:
         (said,) = request.outcomes
@@ -878,10 +968,12 @@ NOTED = frozenset(
         "partition_restored", "partition_lost", "partition_released", "partition_refused", "restore_failed",
         "batch_state_changed", "batch_sealed", "batch_dissolved", "batch_adopted", "batch_submission_unknown",
         "batch_refused", "key_released", "topic_grown", "orphan_found", "orphan_cancelled", "orphan_collected", "orphan_file_deleted", "input_expiring", "rows_retried", "rows_missing", "settle_failed", "news_ignored",
-        "batch_twin_cancelled", "batch_failed_whole", "batch_incomplete", "input_lost", "possibly_paid_twice",
+        "batch_twin_cancelled", "batch_not_ours", "batch_gone", "batch_failed_whole", "batch_incomplete", "input_lost", "possibly_paid_twice",
     }
 )  # fmt: skip
 LANE_POINTS = tuple(point for point in Failpoint if point.name.startswith(("WAVE", "RESCUE", "SYNC_CALL")))
+DISOWN_POINTS = (Failpoint.DISOWN_BEFORE, Failpoint.DISOWN_AFTER)
+"""Only where nothing but its lines tells whose a batch is."""
 TURNS = 5
 TURNS_S = 15.0
 """So many takings by two processes in turns, within so many real seconds, are a quarrel."""
@@ -931,7 +1023,14 @@ def ready() -> None:
     gc.freeze()
 
 
-def live(seed: int, make: Callable[[int, Path, Outcome], World] | None = None) -> Outcome:
+def family_of(seed: int, name: str = OPENAI.name) -> Family:
+    """The family of a life: the one that is named, or for ``any`` the one that the seed draws."""
+    if name != "any":
+        return FAMILIES[name]
+    return FAMILIES[random.Random(f"{seed}:family").choices(list(WEIGHTS), list(WEIGHTS.values()))[0]]
+
+
+def live(seed: int, make: Callable[[int, Path, Outcome], World] | None = None, provider: str = OPENAI.name) -> Outcome:
     """Run one life, in the world that ``make`` makes; never raises."""
     outcome = Outcome(seed)
     shm = Path("/dev/shm")  # in memory, where that can be
@@ -940,7 +1039,7 @@ def live(seed: int, make: Callable[[int, Path, Outcome], World] | None = None) -
     sys.unraisablehook = lambda _: None  # tasks of dead processes, at the end of a life
 
     async def main() -> None:
-        world = (make or World)(seed, folder, outcome)
+        world = make(seed, folder, outcome) if make else World(seed, folder, outcome, family_of(seed, provider))
         loop = asyncio.get_running_loop()
         try:
             with installed(world.reach):
@@ -950,6 +1049,7 @@ def live(seed: int, make: Callable[[int, Path, Outcome], World] | None = None) -
         except Exception:  # noqa: BLE001 (a fault of the simulation is a fault too)
             world.fail(traceback.format_exc())
         outcome.fault = world.fault
+        outcome.family = world.family.name
         outcome.history = world.history
         outcome.real_s = loop.time()
         outcome.business_h = loop.time() * world.speed / HOUR_S

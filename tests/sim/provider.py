@@ -10,7 +10,6 @@ import asyncio
 import contextvars
 import json
 import random
-import re
 from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -22,11 +21,12 @@ from typing import Any
 import httpx
 
 from batchferry.simulator import Scenario, SimulatorSettings
-from batchferry.simulator.app import TRANSPORT
+from batchferry.simulator.app import TRANSPORT, Surface
 from batchferry.simulator.clock import SimClock
 from batchferry.simulator.server import _Parts
 from batchferry.simulator.state import SimBatch, Status
 from batchferry.simulator.world import World
+from sim.families import OPENAI, Family, call_of, refusal
 from sim.loop import RUNNING
 
 CALLER: ContextVar[str] = ContextVar("CALLER", default="")
@@ -34,19 +34,6 @@ CALLER: ContextVar[str] = ContextVar("CALLER", default="")
 LATENCY_S = (0.005, 0.15)
 PROVISIONAL_SHARE = 0.6
 """Of the batches whose files lag: they lag in this way rather than by their counts."""
-
-_NAMES = (
-    ("POST", r"/v1/files", "upload"),
-    ("GET", r"/v1/files", "file_list"),
-    ("GET", r"/v1/files/[^/]+/content", "content"),
-    ("GET", r"/v1/files/[^/]+", "file_retrieve"),
-    ("DELETE", r"/v1/files/[^/]+", "delete"),
-    ("POST", r"/v1/batches", "create"),
-    ("GET", r"/v1/batches", "list"),
-    ("GET", r"/v1/batches/[^/]+", "retrieve"),
-    ("POST", r"/v1/batches/[^/]+/cancel", "cancel"),
-    ("POST", r"/v1/(chat/completions|responses|embeddings)", "sync"),
-)
 
 
 @dataclass(slots=True)
@@ -84,10 +71,14 @@ class SimProvider:
         seed: int,
         rng: random.Random,
         note: Callable[[str], None],
+        family: Family = OPENAI,
     ) -> None:
+        self.family = family
         self._parts = _Parts(SimulatorSettings(data_dir=folder, scenario=scenario, clock=clock, seed=seed))
         self.app = self._parts.app()
         self.world: World = self._parts.world
+        self.messages = self._parts.messages.messages
+        """What is kept of the API without files."""
         self.rng = rng
         self.rates: dict[str, WireRates] = {}
         """By call name; ``*`` for the others."""
@@ -109,6 +100,31 @@ class SimProvider:
         self._note = note
         self._context = contextvars.copy_context()
         self._serving: dict[asyncio.Task[None], None] = {}
+
+    def surface_of(self, family: Family) -> Surface:
+        """The simulator's part that speaks like this family."""
+        parts = self._parts
+        own: dict[str, Surface] = {
+            "anthropic": parts.messages,
+            "mistral": parts.mistral,
+            "gemini": parts.gemini,
+            "azure": parts.azure,
+            "azure-legacy": parts.azure,
+        }
+        return own.get(family.name, parts.surface)
+
+    def error(self, status: int, kind: str, code: str | None, message: str) -> bytes:
+        """The body of an answer that is no success."""
+        error: dict[str, Any] = {"message": message, "type": kind}
+        if self.family is OPENAI:
+            return json.dumps({"error": error | ({"code": code} if code else {})}, separators=(",", ":")).encode()
+        return json.dumps(
+            self.surface_of(self.family).error_body(status, {"param": None, "code": code} | error)
+        ).encode()
+
+    def refuse(self, status: int, code: str) -> None:
+        """Refuse every create from now on."""
+        self.refuse_creates = {"status": status, "body": refusal(self.family, self, status, code)}
 
     def rates_of(self, call: str) -> WireRates:
         """The chances of this call."""
@@ -269,11 +285,7 @@ class _Wire(httpx.AsyncBaseTransport):
         provider, loop = self._provider, asyncio.get_running_loop()
         process = RUNNING.get()
         body = b"".join([chunk async for chunk in request.stream])
-        call = next(
-            name
-            for method, path, name in _NAMES
-            if method == request.method and re.fullmatch(path, request.url.path) is not None
-        )
+        call = call_of(provider.family, request.method, request.url.path)
         await asyncio.sleep(0)  # a process that is paused here sends when it is resumed
         provider.calls[call] += 1
         fate = provider.draw(call)
@@ -295,7 +307,7 @@ class _Wire(httpx.AsyncBaseTransport):
             if fate in {"lose_reply", "late"}:
                 what = (0, [], b"", False)
             elif fate == "broken_after":
-                what = (500, [], b'{"error":{"message":"later","type":"server_error"}}', True)
+                what = (500, [], provider.error(500, "server_error", None, "later"), True)
             elif fate == "cut" and what[2]:
                 what = (*what[:2], what[2][: len(what[2]) // 2], False)
             if call == "sync" and (not what[3] or reply.done() or (process is not None and process.is_dead)):
@@ -313,13 +325,11 @@ class _Wire(httpx.AsyncBaseTransport):
                 refused(provider.refuse_creates["status"], provider.refuse_creates["body"])
                 return
             if fate == "broken":
-                refused(
-                    rng.choice((500, 502, 503)) if call == "sync" else 500,
-                    b'{"error":{"message":"broken","type":"server_error"}}',
-                )
+                status = rng.choice((500, 502, 503)) if call == "sync" else 500
+                refused(status, provider.error(status, "server_error", None, "broken"))
                 return
             if fate == "busy":
-                refused(429, b'{"error":{"message":"slow down","type":"requests","code":"rate_limit_exceeded"}}')
+                refused(429, provider.error(429, "requests", "rate_limit_exceeded", "slow down"))
                 return
             scope = {
                 "type": "http",

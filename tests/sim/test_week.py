@@ -68,6 +68,7 @@ def test_every_miss_of_a_week_without_the_lane_is_told() -> None:
     check_told(1, lane="off", speed=900)
 
 
+@pytest.mark.long
 def test_every_miss_of_a_week_with_hardly_any_budget_is_told() -> None:
     """What the sync budget does not take goes by batch: some deadlines are missed, each is told, the rest is kept."""
     check_told(3, lane="tiny", days=4, rows=200)

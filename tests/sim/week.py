@@ -21,7 +21,7 @@ from unittest.mock import patch
 from batchferry.config import Settings, load_settings
 from batchferry.domain.offsets import OffsetSet
 from batchferry.engine import canary, deadlines, fleet, intake, scheduler, supervisor, synclane, waiting
-from batchferry.simulator import Scenario
+from batchferry.simulator import DEFAULT_KEY, Scenario
 from batchferry.simulator.kafka import SimKafkaSettings
 from sim import provider
 from sim.life import GROUP, HOUR_S, TOPICS, Outcome, World, live
@@ -168,7 +168,7 @@ class Week(World):
                 "accounts": {
                     "default": {
                         "base_url": "http://provider/v1",
-                        "api_key": "x",
+                        "api_key": DEFAULT_KEY,
                         "poll": {"first_s": 1200, "floor_s": 600, "max_s": 3600},
                         "sync": sync,
                         "timeouts": {"create_s": 2.0, "read_s": 2.0, "write_s": 2.0},
