@@ -359,7 +359,7 @@ class ScriptedProvider:
             return None
         path = self.world.state.file_path(file_id or f"file-{batch.id}-{kind}")
         path.write_bytes(content)
-        return self.world._keep(batch, kind, path, len(content), at)
+        return self.world._keep(batch, kind, path, at)
 
     def files_left(self) -> list[str]:
         """Files that nobody has deleted."""
