@@ -9,13 +9,15 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from batchferry.config import explain_settings
+from batchferry.config import explain_settings, profiles
 from batchferry.domain.deadlines import table as deadlines_table
 from batchferry.domain.machine import diagram
 from batchferry.domain.retry import ALLOWED, DEFAULT_POLICIES, DEFAULT_RETRIES, NOT_RUN, Policy
 from batchferry.domain.rows import RowClass
 from batchferry.engine.bounds import table as bounds
+from batchferry.providers import verdicts
 from batchferry.providers.openai import classes as tables
+from batchferry.simulator import scenarios
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "batchferry" / "domain" / "rows.py"
@@ -74,12 +76,12 @@ def _quoted(words: Iterable[object]) -> str:
 
 def _recognised(row_class: RowClass) -> str:
     """The words and statuses that the provider's tables have for a class, then what else tells it."""
-    own = [code.value for code, found in tables.OUR_CODES.items() if found is row_class]
+    own = [code.value for code, found in verdicts.OUR_CODES.items() if found is row_class]
     codes = [code for code, found in tables.CODES.items() if found is row_class]
     codes += [f"{prefix}…" for prefix, found in tables.CODE_PREFIXES if found is row_class]
     statuses = [
         status
-        for statuses in (tables.STATUS_CLASSES, tables.BARE_STATUS_CLASSES)
+        for statuses in (verdicts.STATUS_CLASSES, verdicts.BARE_STATUS_CLASSES)
         for status, found in statuses.items()
         if found is row_class
     ]
@@ -89,8 +91,10 @@ def _recognised(row_class: RowClass) -> str:
         f"code {_quoted(sorted(codes))}" if codes else "",
         f"type {_quoted(sorted(types))}" if types else "",
         f"status {', '.join(map(str, sorted(statuses)))}" if statuses else "",
-        f"responses `status` {_quoted(sorted(tables.UNANSWERED_STATUSES))}" if row_class is RowClass.TRANSIENT else "",
-        f"`finish_reason` {_quoted(sorted(tables.BROKEN_REASONS))}" if row_class is RowClass.TRANSIENT else "",
+        f"responses `status` {_quoted(sorted(verdicts.UNANSWERED_STATUSES))}"
+        if row_class is RowClass.TRANSIENT
+        else "",
+        f"`finish_reason` {_quoted(sorted(verdicts.BROKEN_REASONS))}" if row_class is RowClass.TRANSIENT else "",
         f"no answer (our code {_quoted(own)})" if own else "",
         _TOLD[row_class],
     ]
@@ -138,7 +142,8 @@ def classes() -> str:
     lines += [
         "",
         "What no table knows has the class of its status: a 4xx is `invalid_request`, all else is `transient`. It is",
-        "counted in the metric `unknown_row_codes`.",
+        "counted in the metric `unknown_row_codes`. The words of this table are those of the OpenAI family; Anthropic's,",
+        "Gemini's and Mistral's lead to the same classes, by tables of their own.",
     ]
     return "\n".join(lines)
 
@@ -160,6 +165,8 @@ def blocks() -> dict[str, str]:
         "machine": f"```mermaid\n{diagram()}\n```",
         "classes": classes(),
         "settings": settings(),
+        "providers": profiles.table().rstrip("\n"),
+        "scenarios": scenarios.table().rstrip("\n"),
     }
 
 

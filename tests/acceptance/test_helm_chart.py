@@ -128,6 +128,7 @@ def test_the_charts_settings_are_accepted_by_the_service(values: Any, schema: An
         "BATCHFERRY_STATE_DIR": "/var/lib/batchferry/state",
         "BATCHFERRY_SERVER__HOST": "0.0.0.0",
         "BATCHFERRY_SERVER__PORT": str(values["service"]["port"]),
+        "BATCHFERRY_SERVER__WEBHOOK_PORT": str(values["service"]["webhookPort"]),
     }
     deployment = (CHART / "templates" / "deployment.yaml").read_text()
     assert set(re.findall(r"- name: (BATCHFERRY_\w+)", deployment)) == set(env) - set(KEY)
