@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -493,7 +494,12 @@ happenings = st.lists(
 NUMBERS = MachineSettings()
 LATER_S = (0, 200_000)
 """Nothing has happened yet, and everything is overdue."""
-EVERY_SNAPSHOT = [replace(GOOD, status=status, raw_status=status.value, created_at=START) for status in ProviderStatus]
+EVERY_SNAPSHOT = [
+    replace(GOOD, status=status, raw_status=status.value, created_at=START)
+    for status in ProviderStatus
+    if not status.is_terminal or status is ProviderStatus.COMPLETED
+]
+"""One end stands for all: the machine asks no more of it than that it is one."""
 EVERY_FAILURE = [
     FAILURE,
     CallFailed("call", CallFailure.ACCOUNT),
@@ -523,12 +529,21 @@ def situation(voyage: Voyage) -> tuple[object, ...]:
     )
 
 
+@functools.cache
+def answers(kind: type[Effect], is_final: bool, choice: int) -> list[Event]:
+    """All that this choice among an effect's answers can be."""
+    if kind is LookUpBatch and choice % 3 == 1:
+        return [BatchNotFound(is_final)]
+    answer = ANSWERS[kind][choice]
+    return list({repr(one): one for one in (answer(*pair, False) for pair in ALL_NEWS)}.values())
+
+
 def news(voyage: Voyage) -> list[Callable[[Voyage], None]]:
     """All that can happen next."""
     possible: list[Callable[[Voyage], None]] = []
     for index, effect in enumerate(voyage.outstanding):
         for choice in range(len(ANSWERS[type(effect)])):
-            made = {repr(one): one for one in (voyage.answer(effect, *pair, choice) for pair in ALL_NEWS)}.values()
+            made = answers(type(effect), getattr(effect, "is_final", False), choice)
             possible.extend(lambda one, i=index, e=event: (one.outstanding.pop(i), one.tell(e))[1] for event in made)
     if voyage.timer is not None:
         possible.append(Voyage.fire)
