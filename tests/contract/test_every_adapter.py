@@ -515,8 +515,6 @@ FAILED = {
     "model_not_found": BatchErrorKind.MODEL,
     "some_new_code": BatchErrorKind.UNKNOWN,
 }
-OTHER_REASONS = {("mistral", "token_limit_exceeded"): BatchErrorKind.UNKNOWN}
-"""Mistral's entries are messages without a code, and none about a quota is on record."""
 
 
 @adapters_with_files
@@ -532,9 +530,7 @@ async def test_a_batch_refused_as_a_whole_says_why(port: Port, code: str, kind: 
         cargo, batch = await berth.sent([WHATEVER])
         failed = await berth.ended(batch)
         assert failed.status is ProviderStatus.FAILED
-        assert [berth.provider.classify_batch_error(error) for error in failed.errors] == [
-            OTHER_REASONS.get((port.family, code), kind)
-        ]
+        assert [berth.provider.classify_batch_error(error) for error in failed.errors] == [kind]
         assert Books(cargo, await berth.lines(failed)).classes == {cargo.ids[0]: RowClass.MISSING}
 
 

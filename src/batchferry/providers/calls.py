@@ -34,6 +34,10 @@ LINK_REFUSED = "link_refused"
 KEEP_ALIVE_S = 5.0
 """Idle connections are closed early, before the servers and balancers on the way do it."""
 
+BAD_ADDRESS = "bad_redirect"
+"""Our code for a path, out of an answer or made of a row's model, that leads away from the account's server or API."""
+_DOTS = frozenset({".", ".."})
+
 Refuse = Callable[[Call, int, httpx.Headers, bytes, datetime, str | None], CallFailed]
 """Translates an answer other than 2xx: call, status, headers, body, now, and the input file of a create."""
 
@@ -52,6 +56,15 @@ class Answer(NamedTuple):
     status: int
     headers: httpx.Headers
     body: bytes
+
+
+class _Headers(dict[str, str]):
+    """Headers of an account. Its key is among them, so only their names are ever shown."""
+
+    def __repr__(self) -> str:
+        return f"headers {sorted(self)}"
+
+    __str__ = __repr__
 
 
 class HttpCalls:
@@ -82,7 +95,7 @@ class HttpCalls:
         self._rng = rng or Random()  # noqa: S311 (spreads retries, guards nothing)
         self._skew = http.SkewMeter()
         self._base = connection.base_url.rstrip("/")
-        self._headers = headers
+        self._headers = _Headers(headers)
         tls = httpx.create_ssl_context() if transport is None else True
         times = connection.timeouts
         self._timeout = httpx.Timeout(
@@ -153,13 +166,20 @@ class HttpCalls:
     ) -> Answer | Miss:
         """One request and its whole answer, whatever becomes of it; ``takes`` are statuses that are answers too."""
         client = self._create_client if call is Call.CREATE else self._client
-        request = client.build_request(
-            method,
-            self._base + path,
-            params=_merged(self._connection.query, params),
-            content=content,
-            headers={"accept": "application/json", **self._headers, **(headers or {})},
-        )
+        try:
+            request = client.build_request(
+                method,
+                self._base + path,
+                params=_merged(self._connection.query, params),
+                content=content,
+                headers={"accept": "application/json", **self._headers, **(headers or {})},
+            )
+        except httpx.InvalidURL:
+            return _no_address(call)
+        if not http.same_origin(request.url, httpx.URL(self._base)) or not _DOTS.isdisjoint(path.split("/")):
+            # Some paths are taken from answers, and models stand in some: one without a slash in front would lengthen
+            # the host's name, and one with steps upwards would leave the API.
+            return _no_address(call)
         try:
             async with asyncio.timeout(total_s or self._connection.timeouts.call_s):
                 response = await client.send(request, stream=True)
@@ -285,9 +305,18 @@ def _merged(
     return (*(pair for pair in query.items() if pair[0] not in names), *params)
 
 
+def _no_address(call: Call) -> Miss:
+    """A call that was not sent: the fault is an answer's, or in a create the rows' own, never the account's."""
+    kind = CallFailure.REJECTED if call is Call.CREATE else CallFailure.PROTOCOL
+    return Miss(CallFailed(call, kind, code=BAD_ADDRESS, is_definite=True))
+
+
 def path_segment(provider_id: str) -> str:
-    """An id as one path segment: some servers' ids hold slashes, or are whole base64 texts."""
-    return quote(provider_id, safe="")
+    """An id as one path segment: some servers' ids hold slashes, or are whole base64 texts.
+
+    An id of dots alone would be taken for a step upwards, and another address be called.
+    """
+    return quote(provider_id, safe="") if set(provider_id) != {"."} else provider_id.replace(".", "%2E")
 
 
 def nonsense_answer(call: Call, answer: Answer, code: str) -> Miss:

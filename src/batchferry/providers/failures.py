@@ -19,7 +19,7 @@ from batchferry.providers.retries import Call
 from batchferry.providers.shapes import safe_code
 from batchferry.providers.verdicts import ErrorFacts
 
-REFUSALS = frozenset({400, 401, 403, 404, 413, 422, 429})
+REFUSALS = frozenset({400, 401, 402, 403, 404, 413, 422, 429})
 """Statuses that, with the provider's own error body, say that nothing was done."""
 
 GATEWAY_PAGE = "gateway_page"

@@ -78,6 +78,7 @@ class _Line(Struct, gc=False):
 
 class _CachedTokens(Struct, gc=False):
     cached_tokens: int | None = None
+    cache_write_tokens: int | None = None
 
 
 class _Usage(Struct, gc=False):
@@ -409,11 +410,11 @@ def _usage(read: _Usage | None) -> Usage | None:
             return None
     details = read.prompt_tokens_details or read.input_tokens_details
     cached = details.cached_tokens if details is not None else None
-    return Usage(
-        taken if taken and taken > 0 else 0,
-        given if given and given > 0 else 0,
-        cached if cached and cached > 0 else 0,
-    )
+    taken, cached = max(taken or 0, 0), max(cached or 0, 0)
+    written = details.cache_write_tokens if details is not None else None
+    # Both are parts of the input: more than what is left of it cannot be priced.
+    written = min(written, max(taken - cached, 0)) if written is not None and written > 0 else 0
+    return Usage(taken, max(given or 0, 0), cached, written)
 
 
 # ---------------------------------------------------------------------------------------- the reader

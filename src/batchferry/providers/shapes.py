@@ -7,13 +7,16 @@ texts, and send ``""`` for what is not there.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from itertools import accumulate
 from typing import Any
 
 import msgspec
 
 from batchferry.domain.ids import FileId
+from batchferry.domain.provider import BatchSnapshot, ProviderStatus, RequestCounts
 from batchferry.providers.verdicts import NO_FACTS, ErrorFacts
 
 MAX_MESSAGE_CHARS = 8_192
@@ -24,6 +27,10 @@ _STATUS_IN_TEXT = re.compile(r"\b(?:HTTP|status(?:[ _]code)?)[ =:]{1,3}([1-5]\d\
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MILLISECONDS_FROM = 100_000_000_000
 """A larger epoch is in milliseconds: in seconds it would lie beyond the year 5000."""
+
+
+ORDER_SLACK_S = 300.0
+"""A batch in a list may be so much newer than one before it: servers of one provider disagree on the time."""
 
 
 class NotOurShape(Exception):
@@ -92,6 +99,31 @@ def file_id_of(value: Any) -> FileId | None:
     """A file's id, or None where there is none."""
     text = text_of(value) if value else None
     return FileId(text) if text else None
+
+
+def ended_early(status: ProviderStatus, counts: RequestCounts, output_file_id: FileId | None) -> ProviderStatus:
+    """The status, or ``EXPIRED`` for a failed batch that ran rows and names their file.
+
+    A failed batch is one of which nothing ran: its rows go again unread. Where a server says otherwise by its own
+    counters, the answers are paid for and lie in the file, so it is read like any batch that ended early.
+    """
+    has_answers = output_file_id is not None and counts.completed > 0
+    return ProviderStatus.EXPIRED if status is ProviderStatus.FAILED and has_answers else status
+
+
+def doubt_order(batches: Sequence[BatchSnapshot]) -> tuple[BatchSnapshot, ...]:
+    """The batches of a list page; without their instants where the list is plainly not newest first.
+
+    Whoever looks for a batch of ours stops where a list gets older than it: in a list of another order that would be
+    the first page, and a batch that is there would count as never made, and be paid for again. Few servers document
+    their order. Without instants the list is read to its end. (Not for batches that are known by their instant.)
+    """
+    instants = [one.created_at for one in batches if one.created_at is not None]
+    is_ascending = bool(instants) and instants[-1] > instants[0] + timedelta(seconds=1)
+    newer = zip(instants[1:], accumulate(instants, min), strict=False)
+    if is_ascending or any(at > before + timedelta(seconds=ORDER_SLACK_S) for at, before in newer):
+        return tuple(replace(one, created_at=None) for one in batches)
+    return tuple(batches)
 
 
 def metadata_of(value: Any) -> Mapping[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 import httpx
@@ -48,8 +48,8 @@ class SyncCaller:
 
     client: httpx.AsyncClient
     base_url: str
-    headers: dict[str, str]
-    query: dict[str, str]
+    headers: dict[str, str] = field(repr=False)
+    query: dict[str, str] = field(repr=False)
     max_answer_bytes: int
     is_watched: bool
     """Whether the transport names its events: then a call that never left us can be told from one that did."""

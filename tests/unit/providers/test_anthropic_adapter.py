@@ -212,6 +212,13 @@ async def test_a_refused_create(status, body, headers, kind, row):
     assert got.request_id == "req_1"
 
 
+async def test_a_create_that_the_front_finds_too_large_made_nothing():
+    """A 413 is a page of the gateway in front, which passes no such body on: definite, and halves may go."""
+    got = await create(Server(answer(413, b"<html>", {"content-type": "text/html", "cf-ray": "9"})))
+    assert isinstance(got, CallFailed)
+    assert (got.kind, got.is_definite, got.is_too_large) == (CallFailure.REJECTED, True, True)
+
+
 async def test_a_create_that_is_too_large_is_not_sent():
     """A body above the account's bound is refused here, and its halves may go."""
     server = Server(answer(200, batch()))
@@ -242,8 +249,9 @@ async def test_a_source_that_lies_is_a_bug(data, claimed):
         ),
         (ended(), ProviderStatus.COMPLETED, RESULTS),
         (ended(cancel_initiated_at="2026-11-15T10:10:00Z"), ProviderStatus.CANCELLED, RESULTS),
-        (ended(results_url=None), ProviderStatus.COMPLETED, None),
+        (ended(results_url=None), ProviderStatus.COMPLETED, RESULTS),  # late, or left out by a gateway
         (ended(archived_at="2026-12-14T10:00:00Z"), ProviderStatus.COMPLETED, None),
+        (ended(archived_at="2026-12-14T10:00:00Z", results_url=None), ProviderStatus.COMPLETED, None),
         (batch(processing_status="resting"), ProviderStatus.UNKNOWN, None),
     ],
 )
@@ -395,6 +403,8 @@ async def test_a_single_call():
         (answer(404, error("not_found_error", "model: x")), RowClass.MODEL_UNAVAILABLE, CallFailure.NOT_FOUND),
         (answer(529, error("overloaded_error")), RowClass.TRANSIENT, CallFailure.UNAVAILABLE),
         (answer(401, error("authentication_error")), RowClass.ACCOUNT, CallFailure.ACCOUNT),
+        (answer(413, error("request_too_large")), RowClass.TOO_LONG, CallFailure.REJECTED),
+        (answer(413, b"<html>", {"content-type": "text/html"}), RowClass.TOO_LONG, CallFailure.REJECTED),
         (answer(404, b"<html>", {"content-type": "text/html"}), RowClass.TRANSIENT, CallFailure.UNAVAILABLE),
         (BROKEN, RowClass.TRANSIENT, CallFailure.UNANSWERED),
         (httpx.ConnectError("x"), RowClass.TRANSIENT, CallFailure.UNAVAILABLE),

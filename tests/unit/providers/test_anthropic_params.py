@@ -55,6 +55,38 @@ def test_sampling_depends_on_the_version(member):
     assert check(NEW, **{member: None}) is None
 
 
+DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "x"}}
+CITED = {"type": "text", "text": "x", "citations": [{"type": "char_location"}]}
+
+
+@pytest.mark.parametrize(
+    ("role", "content", "refused"),
+    [
+        ("assistant", [{"type": "text", "text": "x"}, DOCUMENT], "messages"),
+        ("user", [CITED], "messages"),
+        ("user", [DOCUMENT | {"citations": {"enabled": True}}], None),
+        ("assistant", [CITED], None),
+        ("assistant", [{"type": "web_fetch_tool_result", "content": {"content": DOCUMENT}}], None),
+        ("user", [{"type": "text", "text": "document", "citations": None}], None),
+        ("user", [{"type": "text", "text": "document", "citations": []}], None),
+        ("user", "a document with citations", None),
+        ("assistant", [["document"]], None),
+        ("narrator", [DOCUMENT, CITED], None),
+    ],
+)
+def test_blocks_that_the_version_refuses(role, content, refused):
+    """A document in an assistant's message and citations in a user's text are refused from 2026-10-21 on."""
+    messages = [{"role": "user", "content": "hi"}, {"role": role, "content": content}]
+    assert check(NEW, messages=messages) == refused
+    assert check(OLD, messages=messages) is None
+
+
+def test_a_block_in_other_letters_is_seen():
+    """A type written with escapes is the same type."""
+    body = b'{"max_tokens":1,"messages":[{"role":"assistant","content":[{"type":"d\\u006fcument"}]}]}'
+    assert check_params(body, NEW) is not None
+
+
 def test_what_a_batch_takes():
     """Absent, null and false refuse nothing; tools, thinking, system and caching are taken."""
     assert check(stream=False, speed=None, store=None, research_preview_2026_02="inactive") is None

@@ -174,6 +174,15 @@ async def test_a_short_life_is_raised_to_what_a_resource_takes():
     assert b"expires_after" not in old.bodies[0]
 
 
+async def test_result_files_get_an_end_that_counts():
+    """A resource holds 10,000 files only while each of them ends by itself: results are given 14 days, too."""
+    new, old = v1(), legacy()
+    for azure in (new, old):
+        await ferry(azure).create("file-in", CHAT, "", {})
+    assert json.loads(new.bodies[0])["output_expires_after"] == {"anchor": "created_at", "seconds": 1_209_600}
+    assert "output_expires_after" not in json.loads(old.bodies[0])
+
+
 async def test_a_wrong_version_or_key_blames_no_batch():
     """A wrong version is not found, a wrong key is the account's; both name the gateway's id of the call."""
     azure = legacy()

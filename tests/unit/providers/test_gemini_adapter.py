@@ -12,6 +12,7 @@ import pytest
 from openai_kit import BytesSource, HandClock, Server, answer
 
 from batchferry.domain.errors import ConfigError, InvariantBroken
+from batchferry.domain.ids import FileId
 from batchferry.domain.provider import (
     BatchPage,
     BatchSnapshot,
@@ -138,6 +139,28 @@ async def test_uploads_that_went_wrong(answers: tuple[httpx.Response, ...], code
     assert got.code == code
 
 
+@pytest.mark.parametrize(
+    "address", [".evil.example/x", "@evil.example/x", "https:.evil.example/x", ":1/x", "/a%0d%0ab"]
+)
+async def test_an_upload_address_never_leads_away(address: str) -> None:
+    """An answer whose upload address has no slash in front would lengthen the host's name: nothing is sent there."""
+    server = Server(*[started(address)] * 3)
+    got = await provider(server).upload(BytesSource(TWELVE), "a.jsonl", None)
+    assert isinstance(got, CallFailed)
+    assert got.code == "bad_redirect"
+    assert {request.url.host for request in server.requests} == {"gemini.example"}
+
+
+async def test_a_model_never_leads_out_of_the_api() -> None:
+    """A row's model is a part of the address: with steps upwards in it no create is sent."""
+    server = Server(answer(200, operation()))
+    got = await provider(server).create(FileId("files/abc"), GENERATE, "24h", {"batch_id": "b1"}, "../../other")
+    assert isinstance(got, CallFailed)
+    assert (got.kind, got.code) == (CallFailure.REJECTED, "bad_redirect")
+    assert got.is_definite
+    assert server.requests == []
+
+
 async def test_uploads_that_are_not_tried() -> None:
     """Too large is a refusal for size; a wrong size or a strange name is a bug."""
     server = Server(started(), finished())
@@ -215,6 +238,10 @@ async def test_creates_that_fail(given: Any, kind: CallFailure, is_definite: boo
     assert len(server.requests) == 1
 
 
+FAILED_WITH_ANSWERS = {
+    "state": "BATCH_STATE_FAILED",
+    "batchStats": {"requestCount": "3", "successfulRequestCount": "2"},
+}
 SEEN = [
     (operation("BATCH_STATE_PENDING"), ProviderStatus.VALIDATING, None),
     (operation("JOB_STATE_RUNNING"), ProviderStatus.IN_PROGRESS, None),
@@ -225,6 +252,11 @@ SEEN = [
     (operation(None, done=True, error={"code": 1}), ProviderStatus.CANCELLED, None),
     (operation(None, done=True, error={"code": 13, "message": "m"}), ProviderStatus.FAILED, None),
     (operation(None, done=True, response={"responsesFile": "files/o"}), ProviderStatus.COMPLETED, "files/o"),
+    # A failed job that names answers has them, and they are paid for; without a file, or without one answered, nothing ran.
+    (operation("BATCH_STATE_FAILED", done=True, metadata=FAILED_WITH_ANSWERS, response={"responsesFile": "files/o"}),
+     ProviderStatus.EXPIRED, "files/o"),
+    (operation("BATCH_STATE_FAILED", done=True, metadata=FAILED_WITH_ANSWERS), ProviderStatus.FAILED, None),
+    (operation("BATCH_STATE_FAILED", done=True, response={"responsesFile": "files/o"}), ProviderStatus.FAILED, "files/o"),
 ]  # fmt: skip
 
 
@@ -308,6 +340,16 @@ async def test_lists() -> None:
 
 
 # -------------------------------------------------------------------------------------------------- files
+
+
+def test_a_list_of_another_order_ends_no_search() -> None:
+    """Gemini documents no order of its lists: one that is not newest first comes without instants."""
+    old, new = (operation() | {"metadata": {"createTime": f"2026-11-1{day}T12:00:00Z", "state": "X"}} for day in (1, 5))
+    told = [
+        [one.created_at is not None for one in wire.read_batch_page({"operations": page}, None, 9).batches]
+        for page in ([new, old], [old, new])
+    ]
+    assert told == [[True, True], [False, False]]
 
 
 async def test_a_download_asks_for_the_bytes_alone(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_every_finish_reason_without_a_text(reason: str) -> None:
         Finish.ACCOUNT: RowClass.ACCOUNT,
     }[FINISHES[reason]]
     assert got.row_class is wanted
-    if FINISHES[reason] in {Finish.BROKEN, Finish.REFUSED, Finish.ACCOUNT}:
+    if FINISHES[reason] in {Finish.FILTERED, Finish.BROKEN, Finish.REFUSED, Finish.ACCOUNT}:
         assert (got.code, got.is_unknown) == (f"finish_{reason.lower()}", False)
 
 

@@ -136,6 +136,8 @@ JOB_ERRORS = [
     ("This model is not available in your subscription tier", "tier_not_allowed", BatchErrorKind.MODEL),
     ("Input file not found.", "file_not_found", BatchErrorKind.FILE_MISSING),
     ("Too many requests in the batch.", "too_many_requests_in_batch", BatchErrorKind.TOO_LARGE),
+    ("Enqueued token limit reached for this model", "token_limit_exceeded", BatchErrorKind.TOKEN_LIMIT),
+    ("Too many enqueued tokens, your limit is 1000000", "token_limit_exceeded", BatchErrorKind.TOKEN_LIMIT),
     ("Please check your billing settings", "billing", BatchErrorKind.ACCOUNT),
     ("Unauthorized", "unauthorized", BatchErrorKind.ACCOUNT),
     ("Line 3 is not JSON", "", BatchErrorKind.UNKNOWN),

@@ -45,6 +45,23 @@ def test_a_job_is_read_whole():
     assert (read.expires_at, read.usage, read.metadata) == (None, None, {"a": "b"})
 
 
+def test_a_failed_job_with_answers_has_only_ended_early():
+    """Rows that succeeded in a failed job are paid for, so its file is read; without a file or answers nothing ran."""
+    assert wire.read_job(FULL | {"status": "FAILED"}).status is ProviderStatus.EXPIRED
+    assert wire.read_job(FULL | {"status": "FAILED", "output_file": None}).status is ProviderStatus.FAILED
+    assert wire.read_job(FULL | {"status": "FAILED", "succeeded_requests": 0}).status is ProviderStatus.FAILED
+
+
+def test_a_list_of_another_order_ends_no_search():
+    """A server that ignores the wish for the newest first shows jobs without their instants."""
+    old, new = job(id="j-1", created_at=1_700_000_000), job(id="j-2", created_at=1_790_000_000)
+    told = [
+        [one.created_at is not None for one in wire.read_job_page({"data": jobs, "total": 9}, 0, 2).batches]
+        for jobs in ([new, old], [old, new])
+    ]
+    assert told == [[True, True], [False, False]]
+
+
 def test_a_job_under_way_has_no_end():
     """``completed_at`` counts only where the status is an end."""
     assert wire.read_job(FULL | {"status": "RUNNING"}).ended_at is None

@@ -240,7 +240,7 @@ NOT_SEEN = "no such file: file-1"
         ],
         *[
             (answer(status, b"<html>", HTML), CallFailure.UNANSWERED, False)
-            for status in (400, 401, 403, 404, 413, 422, 429)
+            for status in (400, 401, 402, 403, 404, 413, 422, 429)
         ],
         (answer(429, {"message": "API rate limit exceeded"}), CallFailure.UNANSWERED, False),
         (answer(400, {"error": "text"}), CallFailure.UNANSWERED, False),
@@ -255,6 +255,11 @@ NOT_SEEN = "no such file: file-1"
         (answer(403, error()), CallFailure.ACCOUNT, True),
         (answer(429, error(code="rate_limit_exceeded", kind="requests")), CallFailure.THROTTLED, True),
         (answer(429, error(kind="insufficient_quota")), CallFailure.ACCOUNT, True),
+        (answer(402, error("Insufficient Balance")), CallFailure.ACCOUNT, True),
+        (answer(429, error(code="1113")), CallFailure.ACCOUNT, True),  # Zhipu's empty purse
+        # the queue is full: a refusal that ends by waiting
+        (answer(400, error(code="token_limit_exceeded")), CallFailure.THROTTLED, True),
+        (answer(400, error("Enqueued token limit reached for m in organization o.")), CallFailure.THROTTLED, True),
         (answer(429, error(code="billing_not_active")), CallFailure.ACCOUNT, True),
         (answer(400, error(code="billing_hard_limit_reached")), CallFailure.ACCOUNT, True),
         (answer(404, {"detail": "Not Found"}), CallFailure.NOT_FOUND, True),

@@ -40,6 +40,8 @@ KNOWN = [
     # Quota and billing: by the type whatever the code, and by the code whatever the status.
     (429, "insufficient_quota", "insufficient_quota", "", A),
     (429, "insufficient_quota", "whatever_code", "", A),
+    (429, "insufficient_quota", "rate_limit_exceeded", "", A),
+    (429, "exceeded_current_quota_error", "rate_limit_exceeded", "", A),
     (429, "insufficient_quota", None, "", A),
     (429, None, "insufficient_quota", "", A),
     (429, None, "credit_balance_exhausted", "", A),
@@ -53,6 +55,13 @@ KNOWN = [
     (400, "no_db_connection", "no_db_connection", "", A),
     (429, "exceeded_current_quota_error", None, "", A),
     (402, "billing_error", None, "", A),
+    # Zhipu's numbers: an empty purse (1113) comes with the status of a matter of pace.
+    *[(401, None, code, "", A) for code in ("1001", "1002", "1003", "1004")],
+    *[(429, None, code, "", A) for code in ("1110", "1111", "1112", "1113", "1121")],
+    (400, None, "1211", "", M),
+    (400, None, "1301", "", F),
+    *[(400, None, code, "", R) for code in ("1210", "1213", "1214", "1215")],
+    *[(status, None, code, "", T) for status, code in ((429, "1120"), (500, "1230"), (500, "1234"), (429, "1302"))],
     # DeepSeek's unpaid account: a status that speaks, beside a code that only says "your request".
     (402, "unknown_error", INVALID, "Insufficient Balance", A),
     # Key and permission.
@@ -310,6 +319,28 @@ def test_a_status_hidden_in_the_error_counts_when_there_is_no_other():
 def test_whole_batch_errors(code, param, line, expected):
     """A line's entry blames the line, a quota's nobody, and what is unknown never fails all rows."""
     assert classify_batch_code(code, param, line) is expected
+
+
+@pytest.mark.parametrize(
+    ("code", "param", "line", "message", "expected"),
+    [
+        (
+            "",
+            None,
+            None,
+            "Enqueued token limit reached for m in organization o. Limit: 9 enqueued tokens.",
+            "token_limit",
+        ),
+        ("batch_error", None, None, "Too many enqueued tokens: the limit is 90,000", "token_limit"),
+        ("invalid_request", None, None, "enqueued token limit", "token_limit"),
+        ("something_new", None, 4, "enqueued token limit", "row"),
+        ("billing_hard_limit_reached", None, None, "enqueued token limit", "account"),
+        ("", None, None, "The maximum context length is 9 tokens", "unknown"),
+    ],
+)
+def test_a_full_queue_is_known_by_its_sentence(code, param, line, message, expected):
+    """A server that hands on OpenAI's sentence without its code is understood; a code or a line goes first."""
+    assert classify_batch_code(code, param, line, message) == expected
 
 
 def test_codes_are_written_in_lower_case():

@@ -368,6 +368,30 @@ def test_other_endpoints(endpoint, body, flags):
             {"input_tokens": 9, "input_tokens_details": {"cached_tokens": 8}, "output_tokens": 2},
             Usage(9, 2, 8),
         ),
+        # what was written to the cache, in either vocabulary; never more than the input beside what was read from it
+        (
+            CHAT,
+            {
+                "prompt_tokens": 90,
+                "completion_tokens": 6,
+                "prompt_tokens_details": {"cached_tokens": 40, "cache_write_tokens": 30},
+            },
+            Usage(90, 6, 40, 30),
+        ),
+        (
+            RESPONSES,
+            {
+                "input_tokens": 9,
+                "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 9},
+                "output_tokens": 2,
+            },
+            Usage(9, 2, 4, 5),
+        ),
+        (
+            CHAT,
+            {"prompt_tokens": 5, "completion_tokens": 6, "prompt_tokens_details": {"cache_write_tokens": -1}},
+            Usage(5, 6, 0, 0),
+        ),
         ("/v1/embeddings", {"prompt_tokens": 7, "total_tokens": 7}, Usage(7, 0, 0)),
         ("/v1/embeddings", {"total_tokens": 7}, Usage(7, 0, 0)),
         (CHAT, {"prompt_tokens": "5", "completion_tokens": 6.0}, Usage(5, 6, 0)),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchferry.domain.provider import LineError, ProviderStatus, RequestCounts
+from batchferry.domain.provider import LineError, ProviderStatus, RequestCounts, Usage
 from batchferry.providers.openai import wire
 from batchferry.providers.shapes import NotOurShape, body_error, error_facts, read_instant, read_json
 
@@ -141,6 +141,29 @@ def test_the_end_is_the_end_of_that_status():
     assert wire.read_batch(both | {"status": "in_progress"}).ended_at is None
 
 
+@pytest.mark.parametrize(
+    ("members", "status"),
+    [
+        ({}, ProviderStatus.EXPIRED),
+        ({"request_counts": {"total": 3, "completed": 0, "failed": 3}}, ProviderStatus.FAILED),
+        ({"request_counts": None}, ProviderStatus.FAILED),
+        ({"output_file_id": ""}, ProviderStatus.FAILED),
+    ],
+)
+def test_a_failed_batch_with_answers_has_only_ended_early(members, status):
+    """Rows that the server counts as completed are paid for: their file is read before anything goes again."""
+    read = wire.read_batch(FULL | {"status": "FAILED"} | members)
+    assert (read.status, read.raw_status) == (status, "FAILED")
+
+
+def test_the_batchs_own_usage_tells_what_was_written_to_the_cache():
+    """Written tokens are a part of the input, and never more than what is left of it beside the cached ones."""
+    details = {"cached_tokens": 30, "cache_write_tokens": 20}
+    usage = {"input_tokens": 100, "output_tokens": 5, "input_tokens_details": details}
+    assert wire.read_batch(FULL | {"usage": usage}).usage == Usage(100, 5, 30, 20)
+    assert wire.read_batch(FULL | {"usage": usage | {"input_tokens": 40}}).usage == Usage(40, 5, 30, 10)
+
+
 def test_metadata_values_become_texts():
     """Metadata is texts to texts, whatever a server makes of it."""
     assert wire.read_batch(FULL | {"metadata": {"a": 1, "b": None, "c": "x"}}).metadata == {"a": "1", "b": "", "c": "x"}
@@ -170,6 +193,30 @@ def page(ids, **members):
 def test_paging_ends(body, cursor, following):
     """A list ends with has_more, on an empty page, and whenever the cursor does not move."""
     assert wire.read_batch_page(body, cursor, page_size=2).next_cursor == following
+
+
+@pytest.mark.parametrize(
+    ("instants", "is_trusted"),
+    [
+        ([], True),
+        ([None, None], True),
+        ([9_000, 5_000, 5_000, 1_000], True),
+        ([9_000, None, 5_000, 5_001, 1_000], True),  # servers that disagree on the time
+        ([9_000, 5_000, 5_299, 1_000], True),
+        ([9_000, 9_001], True),
+        ([9_000, 5_000, 5_301, 1_000], False),
+        ([1_000, 5_000, 9_000], False),
+        ([1_000, 1_002], False),
+        ([5_000, 9_000, 1_000], False),
+    ],
+)
+def test_a_list_of_another_order_ends_no_search(instants, is_trusted):
+    """Whoever stops where a list gets old must not stop in one that is not newest first: its instants are left out."""
+    entries = [FULL | {"id": f"b{number}", "created_at": at} for number, at in enumerate(instants)]
+    page = wire.read_batch_page({"data": entries, "has_more": True}, None, 100)
+    told = [one.created_at for one in page.batches]
+    assert [one.provider_batch_id for one in page.batches] == [entry["id"] for entry in entries]
+    assert told == [datetime.fromtimestamp(at, UTC) if is_trusted and at else None for at in instants]
 
 
 def test_an_entry_without_an_id_does_not_hide_the_others():

@@ -98,6 +98,15 @@ def test_openai_has_no_departures():
     assert account_of("openai", api_key="") == OpenAIAccount("a")
 
 
+@pytest.mark.parametrize(
+    ("name", "hours"),
+    [("openai", 720), ("groq", 720), ("siliconflow", 720), ("anthropic", 696), ("gemini", 48), ("mistral", 24)],
+)
+def test_how_long_results_are_sure_to_stay(name, hours):
+    """Counted from the creation; where sources disagree, or count from the end, the shorter is taken."""
+    assert settings_of(name).results_kept_s == hours * 3600
+
+
 def test_what_is_given_wins():
     """What an account says goes before its profile down to the single member, query and dialect among them."""
     given = {
@@ -190,6 +199,10 @@ def test_windows():
     [
         ("[1, 2]", "a mapping is wanted"),
         ("a: b: c", "not YAML in line 1"),
+        ("a: &a [*a]", "not YAML in line 1 (an alias of something that it is a part of)"),
+        ("{a: " * 3000, "nested more than"),
+        (MINIMAL + "models: [2026-99-99]\n", "does not fit its form"),
+        (MINIMAL + "models: !!python/object/apply:os.system [id]\n", "could not determine a constructor"),
         (MINIMAL + "windos: [1h]\n", "windos: Extra inputs"),
         (MINIMAL + "limits: {max_rows: -1}\n", "limits.max_rows: "),
         (MINIMAL + "dialect: {key_header: api-key}\n", "dialect.key_header has no deviation that says why"),
@@ -230,6 +243,8 @@ def test_a_profile_of_ones_own(tmp_path):
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="not UTF-8"):
         load_profile(str(path))
+    path.write_bytes(b"\xef\xbb\xbf" + MINIMAL.encode())
+    assert load_profile(str(path)).family == "openai"
     path.write_bytes(b"#" * (1 << 20) + b"#")
     with pytest.raises(ConfigError, match="more than"):
         load_profile(str(path))

@@ -2,9 +2,18 @@ from datetime import UTC, datetime, timedelta
 
 import httpx
 import pytest
+from openai_kit import HandClock, Server, answer
 
 from batchferry.domain.errors import StoreUnavailable
 from batchferry.providers import http
+from batchferry.providers.anthropic import AnthropicAccount, AnthropicProvider
+from batchferry.providers.calls import HttpCalls, path_segment
+from batchferry.providers.gemini import GeminiAccount, GeminiProvider
+from batchferry.providers.mistral import MistralAccount, MistralProvider
+from batchferry.providers.openai import OpenAIAccount, OpenAIProvider
+
+QUIET = httpx.MockTransport(Server(answer(200, b"")))
+"""A server that nobody calls."""
 
 NOW = datetime(2026, 11, 15, 12, 0, 0, tzinfo=UTC)
 
@@ -122,3 +131,34 @@ def test_redirects_never_leave_tls(location, target):
             http.redirect_target(response)
     else:
         assert str(http.redirect_target(response)) == target
+
+
+@pytest.mark.parametrize(
+    ("provider_id", "segment"),
+    [("file-1", "file-1"), ("a/b?c#d", "a%2Fb%3Fc%23d"), ("..", "%2E%2E"), (".", "%2E"), ("a..b", "a..b"), ("", "")],
+)
+def test_an_id_is_one_segment_of_a_path(provider_id: str, segment: str) -> None:
+    """No id of a provider's leads upwards or into a query: another address would be called with our key."""
+    assert path_segment(provider_id) == segment
+    url = httpx.URL(f"https://host/v1/batches/{segment}/cancel")
+    assert url.raw_path == f"/v1/batches/{segment}/cancel".encode()
+
+
+@pytest.mark.parametrize(
+    "provider",
+    [
+        OpenAIProvider(
+            OpenAIAccount("main", api_key="k-secret", headers={"x-gateway": "g-secret"}), HandClock(), QUIET
+        ),
+        AnthropicProvider(AnthropicAccount("main", api_key="k-secret"), HandClock(), QUIET),
+        GeminiProvider(GeminiAccount("main", api_key="k-secret"), HandClock(), QUIET),
+        MistralProvider(MistralAccount("main", api_key="k-secret"), HandClock(), QUIET),
+    ],
+    ids=lambda provider: type(provider).__name__,
+)
+def test_no_part_of_an_adapter_shows_its_key(provider: HttpCalls) -> None:
+    """What a traceback or a debugger would write of an adapter and of everything it holds has no secret in it."""
+    held = vars(provider)
+    assert {"account", "_headers", "_sync"} <= held.keys()
+    for name, part in held.items():
+        assert "secret" not in f"{part!r}{part!s}", name

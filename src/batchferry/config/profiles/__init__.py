@@ -17,12 +17,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from batchferry.domain.dialect import Dialect
 from batchferry.domain.errors import ConfigError
 from batchferry.domain.times import parse_window_s
+from batchferry.domain.yamltext import YamlFault, parse_yaml
 
 _SUFFIX = ".yaml"
 _PLACE = re.compile(r"\{([a-z_]+)\}")
@@ -299,13 +299,17 @@ def load_profile(name: str) -> Profile:
     if name.endswith((_SUFFIX, ".yml")):
         path = Path(name)
         try:
-            if path.stat().st_size > _MAX_FILE_BYTES:
+            with path.open("rb") as stream:
+                raw = stream.read(_MAX_FILE_BYTES + 1)
+            if len(raw) > _MAX_FILE_BYTES:
                 raise ConfigError([f"profile {name}: the file has more than {_MAX_FILE_BYTES} bytes"])
-            text = path.read_text(encoding="utf-8")
+            text = raw.decode("utf-8-sig")
         except OSError as error:
             raise ConfigError([f"profile {name}: cannot be read ({error.strerror}); check the path"]) from None
         except UnicodeDecodeError:
             raise ConfigError([f"profile {name}: is not UTF-8; save it so"]) from None
+        except ValueError:  # a NUL
+            raise ConfigError([f"profile {name!r}: cannot be read (no path); check the path"]) from None
         return read_profile(text, name)
     if name not in profile_names():
         near = difflib.get_close_matches(name, profile_names(), 1)
@@ -332,11 +336,10 @@ def read_profile(text: str, where: str) -> Profile:
         ConfigError: no YAML, or not a profile; every fault is listed.
     """
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" in line {mark.line + 1}" if mark is not None else ""
-        raise ConfigError([f"profile {where}: not YAML{line}; check indentation and colons"]) from None
+        _, value = parse_yaml(text)
+    except YamlFault as problem:
+        line = f" in line {problem.line}" if problem.line is not None else ""
+        raise ConfigError([f"profile {where}: not YAML{line} ({problem}); check indentation and colons"]) from None
     if not isinstance(value, dict):
         raise ConfigError([f"profile {where}: a mapping is wanted, with name, title, family, base_url ..."])
     try:

@@ -110,6 +110,8 @@ def classify(http_status: int | None, facts: ErrorFacts) -> Verdict:
     """Judge a row that did not succeed; ``http_status`` None when there was no HTTP answer."""
     if (facts.code or "").lower().endswith(SPEND_LIMIT_ENDING):
         return Verdict(RowClass.ACCOUNT)
+    if http_status == 413:  # a page of whoever stands in front names no type
+        return Verdict(RowClass.TOO_LONG)
     return TABLES.classify(http_status, facts)
 
 

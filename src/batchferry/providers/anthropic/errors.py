@@ -2,7 +2,7 @@
 
 What does not depend on Anthropic's words stands in ``providers.failures``. ``is_definite`` says that the provider did
 nothing: here, that a refusal status came with the provider's *own* error body. A bare page may be a gateway's, which
-has already passed the call on.
+has already passed the call on; only a 413 is believed whoever sends it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def refused(
     is_own = is_envelope(envelope)
     facts = error_facts(envelope) if is_own else NO_FACTS
     hint_s = http.retry_after_s(headers, now)
-    is_definite = is_own and status in REFUSALS
+    # A body that is too large is turned away by whoever stands in front and is not passed on, so there is no batch, and
+    # half of it may be taken (at Anthropic this is Cloudflare: https://platform.claude.com/docs/en/api/errors).
+    is_definite = (is_own and status in REFUSALS) or status == 413
     kind, code = _kind(status, facts), facts.code or facts.type
     if status == 404 and not is_own and "html" in headers.get("content-type", "").lower():
         kind, code = CallFailure.UNAVAILABLE, GATEWAY_PAGE

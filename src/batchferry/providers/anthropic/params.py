@@ -28,10 +28,15 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 )
 """Refused whatever their value; null counts as absent."""
 PREVIEW = "research_preview_2026_02"
+_ASSISTANT_DOCUMENT = "an assistant's message may hold no document: move it into a message of the user"
+_USER_CITATIONS = "a user's text may carry no citations: send the text alone"
+_TELLTALES = (b"document", b"citations", b"\\u")
+"""A body without any of these holds neither of the blocks that are looked for: most bodies are not read twice."""
 
 
 _ABSENT = msgspec.Raw()
 _NOTHING = frozenset({b"", b"null"})
+_NO_CITATIONS = frozenset({b"", b"null", b"[]"})
 
 
 class _Params(msgspec.Struct, gc=False):
@@ -48,7 +53,23 @@ class _Params(msgspec.Struct, gc=False):
     top_k: msgspec.Raw = _ABSENT
 
 
+class _Block(msgspec.Struct, gc=False):
+    type: Any = None
+    citations: msgspec.Raw = _ABSENT
+
+
+class _Message(msgspec.Struct, gc=False):
+    role: Any = None
+    content: msgspec.Raw = _ABSENT
+
+
+class _Messages(msgspec.Struct, gc=False):
+    messages: list[_Message] = []
+
+
 _decode = msgspec.json.Decoder(_Params).decode
+_decode_messages = msgspec.json.Decoder(_Messages).decode
+_decode_blocks = msgspec.json.Decoder(list[_Block]).decode
 
 
 def check_params(body: bytes, version: str = API_VERSION) -> tuple[str, str] | None:
@@ -81,6 +102,32 @@ def check_params(body: bytes, version: str = API_VERSION) -> tuple[str, str] | N
         for member in SAMPLING:
             if _is_there(getattr(params, member)):
                 return member, f"API version {version} does not take it: remove it, or set an older version"
+        refusal = _refused_block(body)
+        if refusal is not None:
+            return "messages", f"API version {version}: {refusal}, or set an older version"
+    return None
+
+
+def _refused_block(body: bytes) -> str | None:
+    """Why a message's block is refused from 2026-10-21 on; None also where the messages have another form.
+
+    Only a message's own blocks are looked at: what a server tool has fetched stands deeper, as a document too, and has
+    to be sent back as it came.
+    """
+    if not any(sign in body for sign in _TELLTALES):
+        return None
+    try:
+        messages = _decode_messages(body).messages
+        for message in messages:
+            if bytes(message.content)[:1] != b"[" or message.role not in {"user", "assistant"}:
+                continue
+            for block in _decode_blocks(message.content):
+                if message.role == "assistant" and block.type == "document":
+                    return _ASSISTANT_DOCUMENT
+                if message.role == "user" and block.type == "text" and bytes(block.citations) not in _NO_CITATIONS:
+                    return _USER_CITATIONS
+    except (msgspec.DecodeError, RecursionError):
+        return None
     return None
 
 

@@ -101,16 +101,13 @@ def read_batch(body: Any) -> BatchSnapshot:
     numbers = {
         name: count_of(counts.get(name)) for name in ("processing", "succeeded", "errored", "canceled", "expired")
     }
-    has_results = (
-        status.is_terminal
-        and text_of(members.get("results_url")) is not None
-        and read_instant(members.get("archived_at")) is None
-    )
+    has_results = status.is_terminal and read_instant(members.get("archived_at")) is None
     return BatchSnapshot(
         provider_batch_id=ProviderBatchId(batch_id),
         status=status,
         raw_status=raw_status,
-        # The address itself is not used: it would decide where the account's key goes.
+        # ``results_url`` is not used: it would decide where the account's key goes. Nor is it waited for: a batch whose
+        # address is late would be taken for one without results, and its rows run and paid a second time.
         output_file_id=results_id(batch_id) if has_results else None,
         counts=RequestCounts(sum(numbers.values()), numbers["succeeded"], numbers["errored"]),
         created_at=read_instant(members.get("created_at")),

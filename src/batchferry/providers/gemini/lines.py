@@ -118,6 +118,7 @@ def _judge(response: _Response) -> _Findings:
     flags: list[RowFlag] = []
     answered = ended = False
     failed: _Findings | None = None
+    filtered_by: str | None = None
     for candidate in candidates:
         reason = (candidate.finish_reason or "").upper()
         finish = FINISHES.get(reason)
@@ -133,6 +134,7 @@ def _judge(response: _Response) -> _Findings:
             flags.append(RowFlag.TRUNCATED)
         elif finish is Finish.FILTERED:
             flags.append(RowFlag.FILTERED)
+            filtered_by = filtered_by or _finish_code(reason)
         elif finish is None and reason and reason != "FINISH_REASON_UNSPECIFIED" and not says:
             failed = failed or _Findings((), RowClass.TRANSIENT, _finish_code(reason), is_unknown=True)
         elif calls:
@@ -145,7 +147,7 @@ def _judge(response: _Response) -> _Findings:
         return _Findings(tuple(dict.fromkeys(flags))) if flags else _ANSWERED
     if failed is not None:
         return failed
-    return _judge_silence(tuple(dict.fromkeys(flags)), ended, response.usage_metadata)
+    return _judge_silence(tuple(dict.fromkeys(flags)), ended, response.usage_metadata, filtered_by)
 
 
 _FAILURES = {
@@ -168,9 +170,11 @@ def _judge_blocked(feedback: _Feedback | None) -> _Findings:
     return _Findings((), RowClass.CONTENT_FILTERED, code, is_unknown=reason not in BLOCK_REASONS)
 
 
-def _judge_silence(flags: tuple[RowFlag, ...], has_ended: bool, usage: _Usage | None) -> _Findings:
+def _judge_silence(
+    flags: tuple[RowFlag, ...], has_ended: bool, usage: _Usage | None, filtered_by: str | None
+) -> _Findings:
     if RowFlag.FILTERED in flags:
-        return _Findings(flags, RowClass.CONTENT_FILTERED)
+        return _Findings(flags, RowClass.CONTENT_FILTERED, filtered_by)
     if RowFlag.TRUNCATED in flags:
         return _Findings(flags)
     # Zero is left out on the wire, so a usage without these members counts none.

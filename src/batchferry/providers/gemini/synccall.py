@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from urllib.parse import quote
 
 from batchferry.domain.provider import CallFailed, CallFailure
 from batchferry.domain.rows import ResultLine, RowClass, SyncAnswer
+from batchferry.providers.calls import path_segment
 from batchferry.providers.gemini.lines import judge_answer
 from batchferry.providers.gemini.wire import model_path, take_model
 from batchferry.providers.retries import Call
@@ -47,4 +47,4 @@ class GenerateCaller:
 
 def generate_path(model: str) -> str:
     """Where rows of this model are answered, behind the API's version."""
-    return f"/{quote(model_path(model), safe='/')}:generateContent"
+    return f"/{'/'.join(map(path_segment, model_path(model).split('/')))}:generateContent"

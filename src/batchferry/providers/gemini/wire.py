@@ -28,7 +28,16 @@ from batchferry.domain.provider import (
 )
 from batchferry.providers.gemini.classes import error_facts
 from batchferry.providers.gemini.statuses import read_state
-from batchferry.providers.shapes import NotOurShape, count_of, file_id_of, object_of, read_instant, text_of
+from batchferry.providers.shapes import (
+    NotOurShape,
+    count_of,
+    doubt_order,
+    ended_early,
+    file_id_of,
+    object_of,
+    read_instant,
+    text_of,
+)
 
 BATCH_ID = "batch_id"
 """The member of a batch's metadata that stands first in its display name, which is all Gemini keeps for us."""
@@ -146,19 +155,21 @@ def read_batch(body: Any, expires_after_s: int) -> BatchSnapshot:
     else:
         status = ProviderStatus.COMPLETED
     created_at, stats = read_instant(about.get("createTime")), object_of(about.get("batchStats"))
+    counts = RequestCounts(
+        count_of(stats.get("requestCount")),
+        count_of(stats.get("successfulRequestCount")),
+        count_of(stats.get("failedRequestCount")),
+    )
     output = text_of(response.get("responsesFile")) or text_of(object_of(about.get("output")).get("responsesFile"))
+    # Of an expired job nothing can be fetched, whatever it still names.
+    output_file_id = FileId(output) if output and status is not ProviderStatus.EXPIRED else None
     return BatchSnapshot(
         provider_batch_id=ProviderBatchId(name),
-        status=status,
+        status=ended_early(status, counts, output_file_id),
         raw_status=raw_state or "",
         input_file_id=file_id_of(object_of(about.get("inputConfig")).get("fileName")),
-        # Of an expired job nothing can be fetched, whatever it still names.
-        output_file_id=FileId(output) if output and status is not ProviderStatus.EXPIRED else None,
-        counts=RequestCounts(
-            count_of(stats.get("requestCount")),
-            count_of(stats.get("successfulRequestCount")),
-            count_of(stats.get("failedRequestCount")),
-        ),
+        output_file_id=output_file_id,
+        counts=counts,
         errors=(LineError(error.code or "", error.message),) if status is ProviderStatus.FAILED else (),
         created_at=created_at,
         expires_at=None if created_at is None else created_at + timedelta(seconds=expires_after_s),
@@ -179,7 +190,7 @@ def read_batch_page(body: Any, cursor: str | None, expires_after_s: int) -> Batc
             batches.append(read_batch(entry, expires_after_s))
         except NotOurShape:
             continue
-    return BatchPage(tuple(batches), _next_cursor(body, cursor))
+    return BatchPage(doubt_order(batches), _next_cursor(body, cursor))
 
 
 def _entries(body: Any, member: str) -> Sequence[Any]:

@@ -86,6 +86,7 @@ BATCH_CODES: Mapping[str, BatchErrorKind] = MappingProxyType(
         "tier_not_allowed": BatchErrorKind.MODEL,
         "file_not_found": BatchErrorKind.FILE_MISSING,
         "too_many_requests_in_batch": BatchErrorKind.TOO_LARGE,
+        "token_limit_exceeded": BatchErrorKind.TOKEN_LIMIT,
         "billing": BatchErrorKind.ACCOUNT,
         "unauthorized": BatchErrorKind.ACCOUNT,
     }
@@ -98,6 +99,7 @@ BATCH_FRAGMENTS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\bsubscription tier\b", "tier_not_allowed"),
         (r"\bfile\b.{0,200}\b(?:not found|does not exist|no longer available)", "file_not_found"),
         (r"\btoo many requests in (?:the |this )?(?:batch|file|job)\b", "too_many_requests_in_batch"),
+        (r"\benqueued token limit\b|\benqueued tokens\b.{0,80}\blimit\b", "token_limit_exceeded"),
         (r"\b(?:billing|payment|insufficient (?:credits?|funds))\b", "billing"),
         (r"\bunauthori[sz]ed\b", "unauthorized"),
     )
@@ -110,6 +112,11 @@ and its kind is unknown, which blames no row."""
 def batch_code_of(message: str) -> str:
     """Our code for the message of an entry of a job's error list; empty when it says nothing we know."""
     return next((code for pattern, code in BATCH_FRAGMENTS if pattern.search(message)), "")
+
+
+def is_queue_full(message: str) -> bool:
+    """Whether a refusal says that more tokens wait at the provider than may: it is to be sent later."""
+    return batch_code_of(message) == "token_limit_exceeded"
 
 
 def classify_batch_error(error: LineError) -> BatchErrorKind:

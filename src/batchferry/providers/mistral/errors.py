@@ -16,7 +16,7 @@ import httpx
 from batchferry.domain.provider import CallFailed, CallFailure
 from batchferry.domain.rows import RowClass
 from batchferry.providers import failures
-from batchferry.providers.mistral.classes import classify_row, word_of
+from batchferry.providers.mistral.classes import classify_row, is_queue_full, word_of
 from batchferry.providers.retries import Call
 from batchferry.providers.shapes import NotOurShape, body_error, error_facts, read_json
 from batchferry.providers.verdicts import NO_FACTS, ErrorFacts
@@ -57,6 +57,8 @@ def _kind(call: Call, status: int, facts: ErrorFacts, file_id: str | None) -> Ca
         and failures.is_unseen_file(facts._replace(code=word_of(facts)), file_id, FILE_PARAMS)
     ):
         return CallFailure.NOT_READY
+    if call is Call.CREATE and status in failures.REFUSALS and is_queue_full(facts.message):
+        return CallFailure.THROTTLED
     if status == 403 and classify_row(status, facts).row_class is not RowClass.ACCOUNT:
         return CallFailure.REJECTED  # a prompt that a guardrail stopped, or a model outside the account's tier
     return failures.kind_of_status(status)

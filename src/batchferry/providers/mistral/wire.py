@@ -32,6 +32,8 @@ from batchferry.providers.mistral.statuses import read_status
 from batchferry.providers.shapes import (
     NotOurShape,
     count_of,
+    doubt_order,
+    ended_early,
     file_id_of,
     message_of,
     metadata_of,
@@ -95,14 +97,16 @@ def read_job(body: Any) -> BatchSnapshot:
     if succeeded is None:
         # completed_requests counts both kinds of ends.
         succeeded = max(count_of(members.get("completed_requests")) - failed, 0)
+    counts = RequestCounts(count_of(members.get("total_requests")), count_of(succeeded), failed)
+    output_file_id = file_id_of(members.get("output_file"))
     return BatchSnapshot(
         provider_batch_id=ProviderBatchId(job_id),
-        status=status,
+        status=ended_early(status, counts, output_file_id),
         raw_status=raw_status,
         input_file_id=_first(members.get("input_files")),
-        output_file_id=file_id_of(members.get("output_file")),
+        output_file_id=output_file_id,
         error_file_id=file_id_of(members.get("error_file")),
-        counts=RequestCounts(count_of(members.get("total_requests")), count_of(succeeded), failed),
+        counts=counts,
         errors=_errors(members.get("errors")),
         created_at=read_instant(members.get("created_at")),
         ended_at=read_instant(members.get("completed_at")) if status.is_terminal else None,
@@ -138,7 +142,7 @@ def read_job_page(body: Any, page: int, page_size: int) -> BatchPage:
             jobs.append(read_job(entry))
         except NotOurShape:
             continue
-    return BatchPage(tuple(jobs), _next_page(body, entries, page, page_size))
+    return BatchPage(doubt_order(jobs), _next_page(body, entries, page, page_size))
 
 
 def read_file_page(body: Any, page: int, page_size: int, role: FileRole) -> FilePage:

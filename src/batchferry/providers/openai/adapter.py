@@ -298,7 +298,7 @@ class OpenAIProvider(HttpCalls):
 
     def classify_batch_error(self, error: LineError) -> BatchErrorKind:
         """What one entry of a failed batch's error list is about."""
-        return classify_batch_code(error.code, error.param, error.line)
+        return classify_batch_code(error.code, error.param, error.line, error.message)
 
     # ----------------------------------------------------------------------------------------- inside
 

@@ -1,8 +1,8 @@
 """OpenAI's tables, by which a row's end and a whole batch's refusal are judged.
 
 How they are walked, and what becomes of what they do not know, stands in ``providers.verdicts``. The codes and types
-are those of OpenAI (its error guide, help pages and OpenAPI description), Azure, DashScope, Moonshot, the LiteLLM
-gateway, and open-source servers with the same shapes.
+are those of OpenAI (its error guide, help pages and OpenAPI description), Azure, DashScope, Moonshot, Zhipu
+(https://docs.z.ai/api-reference/api-code), the LiteLLM gateway, and open-source servers with the same shapes.
 """
 
 from __future__ import annotations
@@ -31,6 +31,16 @@ ACCOUNT_CODES = frozenset(
         "exceeded_current_quota_error",
         # A LiteLLM gateway without a database, asked with a key that is not its own: a 400.
         "no_db_connection",
+        # Zhipu, whose codes are numbers. An empty purse, a closed account and one under suspicion come with 429.
+        "1001",
+        "1002",
+        "1003",
+        "1004",
+        "1110",
+        "1111",
+        "1112",
+        "1113",
+        "1121",
     }
 )
 """Codes that speak about the account whatever the status: waiting or repeating does not help, a person must act."""
@@ -59,6 +69,11 @@ CODES: Mapping[str, RowClass] = MappingProxyType(
         "vector_store_timeout",
         # Somebody else's server did not hand over an image: a wrong address says invalid_image_url instead.
         "failed_to_download_image",
+        # Zhipu: the account cannot be read now, the call broke, the network did, too many calls at one time.
+        "1120",
+        "1230",
+        "1234",
+        "1302",
     )
     # Longer than the model takes.
     | _each(RowClass.TOO_LONG, "context_length_exceeded")
@@ -69,6 +84,7 @@ CODES: Mapping[str, RowClass] = MappingProxyType(
         "modelnotfound.batch",
         "deploymentnotfound",
         "model_not_available",
+        "1211",  # Zhipu
     )
     # Content policy.
     | _each(
@@ -83,6 +99,7 @@ CODES: Mapping[str, RowClass] = MappingProxyType(
         "responsibleaipolicyviolation",
         "data_inspection_failed",
         "datainspectionfailed",
+        "1301",  # Zhipu
     )
     # The request.
     | _each(
@@ -99,6 +116,11 @@ CODES: Mapping[str, RowClass] = MappingProxyType(
         "invalid_base64_image",
         "unsupported_image_media_type",
         "empty_image_file",
+        # Zhipu: wrong, missing, invalid, or excluding one another.
+        "1210",
+        "1213",
+        "1214",
+        "1215",
     )
     # Faults of a line that stop the whole batch at OpenAI and Azure: at Groq a bad line fails only itself.
     | _each(
@@ -213,6 +235,10 @@ BATCH_CODES: Mapping[str, BatchErrorKind] = MappingProxyType(
 )
 """Codes in a failed batch's error list. A code that blames a row counts as such only when it names a line."""
 
+QUOTA_TYPES = frozenset({"insufficient_quota", "exceeded_current_quota_error"})
+"""Types by which OpenAI and Moonshot name an exhausted quota."""
+ENQUEUED_TOKENS = re.compile(r"\benqueued token limit\b|\benqueued tokens\b.{0,80}\blimit\b", re.IGNORECASE | re.DOTALL)
+
 FILE_PARAMS = frozenset({"file_id", "input_file_id"})
 
 
@@ -227,11 +253,25 @@ TABLES = RowTables(
 
 
 def classify_row(http_status: int | None, facts: ErrorFacts) -> Verdict:
-    """Judge a row that did not succeed; ``http_status`` None when there was no HTTP answer."""
+    """Judge a row that did not succeed; ``http_status`` None when there was no HTTP answer.
+
+    The type of an exhausted quota is believed whatever the code beside it says: ``rate_limit_exceeded`` would send the
+    row again and again, and the quota comes back only when somebody pays.
+    """
+    if (facts.type or "").lower() in QUOTA_TYPES:
+        return Verdict(RowClass.ACCOUNT)
     return TABLES.classify(http_status, facts)
 
 
-def classify_batch_code(code: str, param: str | None, line: int | None) -> BatchErrorKind:
+def is_queue_full(code: str | None, message: str) -> bool:
+    """Whether a refusal says that more tokens wait at the provider than may: nothing is wrong, it is to be sent later.
+
+    Servers that keep OpenAI's shapes hand its sentence on without its code (openai-python issue 2084 quotes both).
+    """
+    return (code or "").lower() == "token_limit_exceeded" or ENQUEUED_TOKENS.search(message) is not None
+
+
+def classify_batch_code(code: str, param: str | None, line: int | None, message: str = "") -> BatchErrorKind:
     """What one entry of a failed batch's error list is about.
 
     An unknown code that names a line is about that line; one that names none is unknown. ``invalid_request`` is a
@@ -242,4 +282,6 @@ def classify_batch_code(code: str, param: str | None, line: int | None) -> Batch
         return kind
     if line is not None:
         return BatchErrorKind.ROW
+    if is_queue_full(code, message):
+        return BatchErrorKind.TOKEN_LIMIT
     return BatchErrorKind.FILE_MISSING if param in FILE_PARAMS else BatchErrorKind.UNKNOWN

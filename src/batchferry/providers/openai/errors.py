@@ -12,7 +12,7 @@ import httpx
 
 from batchferry.domain.provider import CallFailed, CallFailure
 from batchferry.providers import failures
-from batchferry.providers.openai.classes import ACCOUNT_CODES, FILE_PARAMS
+from batchferry.providers.openai.classes import ACCOUNT_CODES, FILE_PARAMS, is_queue_full
 from batchferry.providers.retries import Call
 from batchferry.providers.shapes import NotOurShape, body_error, read_json
 from batchferry.providers.verdicts import NO_FACTS, ErrorFacts
@@ -45,6 +45,8 @@ def _kind(call: Call, status: int, facts: ErrorFacts, file_id: str | None) -> Ca
         return kind
     if {(facts.code or "").lower(), (facts.type or "").lower()} & ACCOUNT_CODES:
         return CallFailure.ACCOUNT
+    if call is Call.CREATE and status in failures.REFUSALS and is_queue_full(facts.code, facts.message):
+        return CallFailure.THROTTLED
     if call is Call.CREATE and status in {400, 404} and failures.is_unseen_file(facts, file_id, FILE_PARAMS, _FILE):
         return CallFailure.NOT_READY
     return kind

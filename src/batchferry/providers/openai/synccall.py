@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from urllib.parse import quote
 
 import msgspec
 
 from batchferry.domain.dialect import Dialect
 from batchferry.domain.rows import SyncAnswer
+from batchferry.providers.calls import path_segment
 from batchferry.providers.synccall import SyncCaller, endpoint_address
 
 
@@ -38,6 +38,6 @@ class LaneCaller:
         if self.dialect.sync_models or self.dialect.deployment_paths:
             body, model = _for_lane(body, self.dialect.sync_models)
             if self.dialect.deployment_paths:
-                base_url = f"{base_url}/deployments/{quote(model, safe='')}"
+                base_url = f"{base_url}/deployments/{path_segment(model)}"
         address = endpoint_address(base_url, self.dialect.endpoint(endpoint))
         return await self.caller.call(endpoint, body, timeout_s, address)

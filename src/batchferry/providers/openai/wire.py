@@ -30,6 +30,8 @@ from batchferry.providers.openai.statuses import read_status
 from batchferry.providers.shapes import (
     NotOurShape,
     count_of,
+    doubt_order,
+    ended_early,
     file_id_of,
     message_of,
     metadata_of,
@@ -119,18 +121,20 @@ def read_batch(body: Any) -> BatchSnapshot:
     if batch_id is None or raw_status is None:
         raise NotOurShape
     status = read_status(raw_status)
-    counts = object_of(members.get("request_counts"))
+    counted = object_of(members.get("request_counts"))
+    counts = RequestCounts(
+        count_of(counted.get("total")), count_of(counted.get("completed")), count_of(counted.get("failed"))
+    )
+    output_file_id = file_id_of(members.get("output_file_id"))
     ended = [_ENDED_AT[status], *_ENDED_AT.values()] if status in _ENDED_AT else []
     return BatchSnapshot(
         provider_batch_id=ProviderBatchId(batch_id),
-        status=status,
+        status=ended_early(status, counts, output_file_id),
         raw_status=raw_status,
         input_file_id=file_id_of(members.get("input_file_id")),
-        output_file_id=file_id_of(members.get("output_file_id")),
+        output_file_id=output_file_id,
         error_file_id=file_id_of(members.get("error_file_id")),
-        counts=RequestCounts(
-            count_of(counts.get("total")), count_of(counts.get("completed")), count_of(counts.get("failed"))
-        ),
+        counts=counts,
         errors=_line_errors(members.get("errors") or members.get("error")),
         created_at=read_instant(members.get("created_at")),
         expires_at=read_instant(members.get("expires_at")) or read_instant(members.get("job_deadline")),
@@ -143,11 +147,10 @@ def read_batch(body: Any) -> BatchSnapshot:
 def _batch_usage(value: Any) -> Usage | None:
     """OpenAI names it for batches made since September 2025, all zero until they have ended."""
     members = object_of(value)
-    usage = Usage(
-        count_of(members.get("input_tokens")),
-        count_of(members.get("output_tokens")),
-        count_of(object_of(members.get("input_tokens_details")).get("cached_tokens")),
-    )
+    details = object_of(members.get("input_tokens_details"))
+    taken, cached = count_of(members.get("input_tokens")), count_of(details.get("cached_tokens"))
+    written = min(count_of(details.get("cache_write_tokens")), max(taken - cached, 0))
+    usage = Usage(taken, count_of(members.get("output_tokens")), cached, written)
     return usage if usage.input_tokens or usage.output_tokens else None
 
 
@@ -167,7 +170,7 @@ def read_batch_page(body: Any, cursor: str | None, page_size: int) -> BatchPage:
             batches.append(read_batch(entry))
         except NotOurShape:
             continue
-    return BatchPage(tuple(batches), _next_cursor(body, entries, cursor, page_size))
+    return BatchPage(doubt_order(batches), _next_cursor(body, entries, cursor, page_size))
 
 
 def read_file_page(body: Any, cursor: str | None, page_size: int, purpose: str) -> FilePage:
