@@ -115,6 +115,8 @@ class Books:
         """The process that wrote each wave."""
         self.is_fenced = True
         """Whether every create without an answer can be made to fail before its rows go again."""
+        self.taken_away: set[str] = set()
+        """The provider's ids of batches that somebody else has deleted."""
         self.deleted_below: dict[int, int] = {}
         """Below which offset the input was deleted, by partition."""
         self._now_s = now_s
@@ -364,9 +366,17 @@ class Books:
         known = [(partition, lot) for partition, lot in found if not lot.extra.get(UNCERTAIN)]
         return dict(known or found)
 
+    def live_lots_of(self, batch: Any) -> list[Lot]:
+        """The lots of a provider batch that have not been cleaned up."""
+        return [lot for lot in self.lots_of(batch).values() if lot.state is not LotState.CLEAN]
+
     def strays(self, where: tuple[int, int]) -> int:
         """Batches with this row that were made, and that nobody who looked after the row has found."""
         return sum(batch_id not in self.found[where] for batch_id in self.running[where])
+
+    def vanished(self, where: tuple[int, int]) -> int:
+        """Batches with this row that somebody else has deleted, perhaps before all their owners had read them."""
+        return sum(batch_id in self.taken_away for batch_id in self.running[where])
 
     def led_by(self, partition: int, incarnation_of: Callable[[str], str]) -> set[str]:
         """Names of the processes that may act for this partition now, or did a moment ago."""

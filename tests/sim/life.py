@@ -410,6 +410,7 @@ class World:
         """The same for batches that come without a file."""
         messages, books = self.provider.messages, self.books
         create, delete, cancel = messages.create, messages.delete, messages.cancel
+        self._delete_by_hand = delete
 
         async def watched_create(project: str, version: str, body_path: Path) -> Any:
             batch = await create(project, version, body_path)
@@ -556,7 +557,11 @@ class World:
         rng = self.rng
         acts = ("kill", "pause", "stop", "broker", "cut_off", "rebalance", "kafka", "wire", "away", "refuse", "grow",
                 "flush", "cancel", "abort", "late", "truncate", *(("sync", "sync", "rescue") if self.has_lane else ()))  # fmt: skip
+        if self.family is ANTHROPIC:
+            acts = (*acts, "unanswered")
         liked = rng.sample(acts, rng.randint(2, 7))
+        if self.family is ANTHROPIC and rng.random() < VANISHING_LIVES:
+            liked.append("vanish")
         pace_s = rng.uniform(2.0, 20.0)
         until_s = self.safety_h * HOUR_S / self.speed
         loop = asyncio.get_running_loop()
@@ -732,6 +737,30 @@ class World:
         deleted[partition] = max(below, deleted.get(partition, 0))
         return True
 
+    def _do_unanswered(self) -> bool:
+        """The replies to several creates in a row are lost, so that those who look for their batches find many alike."""
+        self.provider.rates["create"] = WireRates(lose_reply=self.rng.choice((0.5, 1.0)))
+        self.later(self.rng.uniform(2, 30), lambda: self.provider.rates.pop("create", None) and None)
+        return True
+
+    def _do_vanish(self) -> bool:
+        """Somebody deletes a batch as soon as it has ended, read or not; before that the provider does not let him."""
+        live = [one for one in self.provider_batches if not one.is_deleted and self.books.live_lots_of(one)]
+        if not live:
+            return False
+        self._vanish(self.rng.choice(live))
+        return True
+
+    def _vanish(self, batch: InlineBatch) -> None:
+        if self.is_safe or batch.is_deleted:
+            return
+        if not batch.status.is_terminal:
+            self.later(HAND_LOOK_S, lambda: self._vanish(batch))
+            return
+        self.books.taken_away.add(batch.id)
+        self.note(f"somebody deletes {batch.id}")
+        self._delete_by_hand(self.family.project, batch.id)
+
     def _control(self, entry: control.ControlEntry) -> None:
         if self.cluster.find_topic(TOPICS["control"]) is None:
             return
@@ -886,7 +915,7 @@ class World:
     def _check_bill(self) -> None:
         """Nothing was run twice but what was classified so, or counted as perhaps paid twice."""
         books, bill = self.books, self.provider.world.state.bill
-        unread = strays = 0
+        unread = strays = again = 0
         for where, request in books.requests.items():
             count = bill.body(request.body)
             stray = 0 if self.family.is_fenced else books.strays(where)
@@ -894,7 +923,9 @@ class World:
             allowed = 1 + stray + (request.kind in {"missing", "unread"})
             # Answers that nobody got are held against the service's own count below.
             classified = allowed + books.rescued[where] + books.retried_sync[where] + books.sync_lost[where]
-            if count.paid_runs > classified + books.lost_in_waves[where]:
+            classified += books.lost_in_waves[where]
+            again += max(0, min(count.paid_runs - classified, books.vanished(where)))
+            if count.paid_runs > classified + books.vanished(where):
                 self.fail(
                     f"{where} ({request.kind}) was paid {count.paid_runs} times: {count.batch_runs} runs in batches, "
                     f"{count.sync_runs} by calls; rescued {books.rescued[where]}, retried {books.retried_sync[where]}, "
@@ -908,8 +939,11 @@ class World:
             for reason, rows in self.paid_twice.items()
             if not reason.startswith("sync_") and reason not in lawful
         }
-        if strays > self.paid_twice[UNFENCED]:
-            self.fail(f"{strays} rows were in batches that nobody found, and {self.paid_twice} were counted")
+        if strays + again > self.paid_twice[UNFENCED]:
+            self.fail(
+                f"{strays} rows were in batches that nobody found, {again} went again since somebody had deleted "
+                f"theirs, and {self.paid_twice} were counted"
+            )
         if other or (counted - self.paid_twice[UNFENCED] and not self.has_lane):
             self.fail(f"{self.paid_twice} counted as possibly paid twice, where the file could be deleted")
         if unread > counted:
@@ -930,6 +964,7 @@ class World:
         facts["lost_in_waves"] += lost
         facts["paid_twice_counted"] += counted
         facts["strays"] += strays
+        facts["vanished"] += again
 
     def _check_class(self, request: Request) -> None:
         (said,) = request.outcomes
@@ -974,6 +1009,10 @@ NOTED = frozenset(
 LANE_POINTS = tuple(point for point in Failpoint if point.name.startswith(("WAVE", "RESCUE", "SYNC_CALL")))
 DISOWN_POINTS = (Failpoint.DISOWN_BEFORE, Failpoint.DISOWN_AFTER)
 """Only where nothing but its lines tells whose a batch is."""
+HAND_LOOK_S = 0.1
+"""Real seconds between two looks whether a batch has ended that somebody wants to delete."""
+VANISHING_LIVES = 0.3
+"""Share of the lives, where batches can be deleted, in which somebody may do that behind our back."""
 TURNS = 5
 TURNS_S = 15.0
 """So many takings by two processes in turns, within so many real seconds, are a quarrel."""

@@ -304,6 +304,36 @@ def _cancel_forgets_finished() -> None:
     )
 
 
+def _strangers_landed() -> None:
+    """What was only taken for ours is read as if it were, whatever its lines say."""
+    rewrite(Landing, "land", ("if is_uncertain and not await", "if False and not await"))
+
+
+def _not_ours_deleted() -> None:
+    """What turns out to be another's is cleaned up as if it were ours."""
+    rewrite(
+        BatchWork,
+        "_disown",
+        (
+            "    context.is_uncertain, context.twins",
+            (
+                "    if not is_gone:\n"
+                "        await self._providers[context.account].delete_file(FileId(f'results:{provider_batch_id}'))\n"
+                "    context.is_uncertain, context.twins"
+            ),
+        ),
+    )
+
+
+def _gone_without_a_word() -> None:
+    """Rows of a batch that was not found, or is not there any more, go again and nobody is told."""
+    rewrite(
+        BatchWork,
+        "_hand_rows_on",
+        ("self._count_second_runs(context, batch, [lot for _, lot in own.values()])", "pass"),
+    )
+
+
 MUTANTS = (
     Mutant("settled-apart", "the settled bitmap is not written in the transaction of the outcomes", _settled_apart),
     Mutant("no-fence-check", "a create is sent although SUBMITTING could not be written", _no_fence_check),
@@ -336,6 +366,13 @@ MUTANTS = (
     Mutant("wave-ends-unsettled", "a wave ends before its answers are settled", _wave_ends_unsettled),
     Mutant("silent-miss", "a deadline is missed and no event says so", _silent_miss),
     Mutant("cancel-forgets-finished", "what a cancelled batch had finished is not read", _cancel_forgets_finished),
+    Mutant(
+        "strangers-landed", "a batch that was only taken for ours is landed unproven (anthropic)", _strangers_landed
+    ),
+    Mutant("not-ours-deleted", "a batch that turns out to be another's is deleted (anthropic)", _not_ours_deleted),
+    Mutant(
+        "gone-without-a-word", "rows of a lost batch go again and are not counted (anthropic)", _gone_without_a_word
+    ),
     Mutant("settled-twice", "an outcome is published without asking whether the row is settled", _settled_twice),
 )
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}

@@ -40,6 +40,9 @@ FORMAT = 1
 QUARTER_HOUR_S = 900
 UNCERTAIN = "uncertain"
 """Member of a lot: its provider batch was found by its time and number of rows alone, so it may be somebody else's."""
+GONE = "gone"
+"""Member of a lot: provider batches that were its own and that the provider does not know any more. Written, so that
+whoever takes the lot over neither waits for them nor forgets that their rows may have run."""
 UNPRICED = "unpriced_rows"
 """Member of a tally: rows that ran and whose price is not known."""
 UNREAD = "unread_rows"
@@ -189,6 +192,12 @@ class Lot:
     def is_at_provider(self) -> bool:
         """Whether a provider batch for these rows exists or may exist."""
         return self.state in {LotState.SUBMITTING, LotState.SUBMITTED}
+
+    @property
+    def gone(self) -> tuple[ProviderBatchId, ...]:
+        """Provider batches that were its own and are not there any more."""
+        named = self.extra.get(GONE)
+        return tuple(ProviderBatchId(str(one)) for one in named) if isinstance(named, list | tuple) else ()
 
     @property
     def leader_partition(self) -> int:

@@ -74,6 +74,11 @@ class BatchState(StrEnum):
 FORBIDDEN = 403
 INLINE = FileId("inline")
 """Stands for the input file of a batch whose rows travel in the create itself."""
+MAX_DISOWNED = 16
+"""Provider batches that a batch remembers to have given back, the last ones: answers about them may still come."""
+GONE_GRACE_S = 3600.0
+"""So long a batch must not have been found, every time it was asked for, before it is taken for deleted. Providers
+answer 404 for minutes after a create."""
 WINDOW_PASSED = "window_passed"
 """Why a batch is cancelled that outlasted its completion window and the grace."""
 IN_FLIGHT = frozenset({BatchState.VALIDATING, BatchState.IN_PROGRESS, BatchState.FINALIZING, BatchState.CANCELLING})
@@ -120,9 +125,7 @@ class MachineSettings:
     validating_slow_s: float = 300.0
     finalizing_slow_s: float = 3600.0
     cancelling_slow_s: float = 900.0
-    gone_grace_s: float = 3600.0
-    """So long a batch must not have been found, every time it was asked for, before it is taken for deleted. Providers
-    answer 404 for minutes after a create."""
+    gone_grace_s: float = GONE_GRACE_S
     clean_pause_s: float = 60.0
 
 
@@ -159,6 +162,8 @@ class Batch:
     landing_since: datetime | None = None
     unseen_since: datetime | None = None
     """The first of the polls in a row that did not find it."""
+    disowned: tuple[ProviderBatchId, ...] = ()
+    """Provider batches that were taken for this one and were given back; at most ``MAX_DISOWNED``."""
     is_clean: bool = False
 
     @property
@@ -364,7 +369,10 @@ class ResultsNotOurs(Event):
 
 @dataclass(frozen=True, slots=True)
 class Disowned(Event):
-    """No lot of ours names the provider batch any more. ``is_over``: none waits for one either, all have landed."""
+    """No lot of ours names the provider batch any more.
+
+    ``is_over``: none waits for one either. All have landed, or have handed their rows on.
+    """
 
     is_over: bool = False
 
@@ -439,7 +447,11 @@ class RecordSubmitted(Effect):
 
 @dataclass(frozen=True, slots=True)
 class HandRowsOn(Effect):
-    """Dissolve our lots into waiting ones (or reopen rows no record names). Answers RowsHandedOn."""
+    """Dissolve our lots into waiting ones (or reopen rows no record names). Answers RowsHandedOn.
+
+    After a search for the batch also LookUpFailed (a lot that came meanwhile knows of one), or Disowned where lots are
+    left that have landed and are to be cleaned up.
+    """
 
     reason: str
     hold: str = ""
@@ -483,7 +495,7 @@ class LandResults(Effect):
 
 @dataclass(frozen=True, slots=True)
 class DisownBatch(Effect):
-    """Write our lots as they were before anything was known of a provider batch: this one is gone, or not ours.
+    """Write our lots that name this provider batch as they were before anything was known of it: gone, or not ours.
 
     Answers Disowned. A state, so twice is once.
     """
@@ -745,6 +757,7 @@ def _look_elsewhere(batch: Batch, event: Disowned, now: datetime, _settings: Mac
 def _disowned(batch: Batch, now: datetime) -> Transition:
     """What was known of the provider batch is not true of ours: ask anew whether there is one."""
     named = batch.provider_batch_id or (None if batch.snapshot is None else batch.snapshot.provider_batch_id)
+    disowned = batch.disowned if named is None else (*batch.disowned[1 - MAX_DISOWNED :], named)
     moved = _enter(
         batch,
         S.SUBMISSION_UNKNOWN,
@@ -759,6 +772,7 @@ def _disowned(batch: Batch, now: datetime) -> Transition:
         cancel_reason="",
         landing_since=None,
         unseen_since=None,
+        disowned=disowned,
     )
     return Transition(moved, (LookUpBatch() if named is None else DisownBatch(named),))
 
@@ -775,6 +789,7 @@ def _submitted(batch: Batch, snapshot: BatchSnapshot, now: datetime, settings: M
         snapshot=snapshot,
         submitted_at=submitted_at,
         poll_interval_s=settings.poll_first_s,
+        disowned=tuple(one for one in batch.disowned if one != snapshot.provider_batch_id),  # it may come back
     )
     moved, poll = _next_poll(moved, now, settings, first_s)
     return Transition(moved, (RecordSubmitted(snapshot), poll))
@@ -787,6 +802,9 @@ def _submitted(batch: Batch, snapshot: BatchSnapshot, now: datetime, settings: M
 @_on(S.CANCELLING, PollAnswered, to=(S.LANDING,))
 def _polled(batch: Batch, event: PollAnswered, now: datetime, settings: MachineSettings) -> Transition:
     snapshot = event.snapshot
+    if _is_anothers(batch, snapshot):
+        moved, poll = _next_poll(batch, now, settings, settings.poll_floor_s)
+        return Transition(moved, (poll,))
     shown = replace(
         batch,
         snapshot=snapshot,
@@ -827,10 +845,17 @@ def _poll_failed(batch: Batch, event: PollFailed, now: datetime, settings: Machi
     return decided
 
 
+def _is_anothers(batch: Batch, snapshot: BatchSnapshot) -> bool:
+    """Whether it was asked for before it was given back, and ours is another one by now."""
+    current = batch.provider_batch_id
+    return current not in {None, snapshot.provider_batch_id} and snapshot.provider_batch_id in batch.disowned
+
+
 def _unseen(batch: Batch, failure: CallFailed, now: datetime) -> Batch:
-    since = batch.unseen_since
+    """Any other failure says nothing of the batch, so the time without it begins anew: an outage proves no absence."""
+    since = None
     if failure.kind is CallFailure.NOT_FOUND and batch.provider_batch_id is not None:
-        since = since or now
+        since = batch.unseen_since or now
     return replace(batch, tries=batch.tries + 1, unseen_since=since)
 
 
@@ -952,6 +977,9 @@ def _read_again(batch: Batch, event: Event, now: datetime, settings: MachineSett
 def _landing_polled(batch: Batch, event: PollAnswered, now: datetime, settings: MachineSettings) -> Transition:
     if batch.next_poll_at is None:
         return Transition(batch)  # a reading runs, and asks for a poll by itself should it need one
+    if _is_anothers(batch, event.snapshot):
+        at = now + timedelta(seconds=settings.poll_floor_s)
+        return Transition(replace(batch, next_poll_at=at), (PollAt(at),))
     if not event.snapshot.status.is_terminal:
         # A terminal status was seen; a listing that lags does not undo it.
         if batch.snapshot is None:  # restored as landed, so only the provider knows the files

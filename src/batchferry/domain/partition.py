@@ -19,9 +19,10 @@ from dataclasses import replace
 from datetime import datetime
 
 from batchferry.domain.errors import InvariantBroken, LedgerTooNew
-from batchferry.domain.ids import LotId
+from batchferry.domain.ids import LotId, ProviderBatchId
 from batchferry.domain.ledger import (
     FORMAT,
+    GONE,
     UNCERTAIN,
     Claim,
     Lane,
@@ -42,6 +43,9 @@ from batchferry.domain.ledger import (
     lot_key,
 )
 from batchferry.domain.offsets import BLOCK_SHIFT, BLOCK_SIZE, OffsetSet
+
+MAX_GONE = 16
+"""Provider batches that a lot remembers as gone, the last ones; more than one is rare."""
 
 
 class PartitionLedger:
@@ -234,15 +238,23 @@ class PartitionLedger:
             raise InvariantBroken(f"lot {lot_id} is {lot.state.value}: no provider batch can be its own")
         return [replace(lot, state=LotState.SUBMITTED, **fields)]  # type: ignore[arg-type]
 
-    def plan_disown(self, lot_id: LotId) -> list[LedgerEntry]:
-        """The provider batch that the lot names is gone, or is not its own. Twice is harmless.
+    def plan_disown(self, lot_id: LotId, provider_batch_id: ProviderBatchId, *, is_gone: bool) -> list[LedgerEntry]:
+        """This provider batch is gone, or is not the lot's own. Twice is harmless.
 
-        Empty when there is no such lot, or nothing of it is at a provider.
+        Empty when there is no such lot, nothing of it is at a provider, or it names another batch: that one has not
+        been asked for, and may well be its own.
+
+        Args:
+            lot_id: the lot.
+            provider_batch_id: what it is to forget.
+            is_gone: the batch was its own, so its rows may have run: the lot remembers that.
         """
         lot = self.lots.get(lot_id)
-        if lot is None or lot.state is not LotState.SUBMITTED:
+        if lot is None or lot.state is not LotState.SUBMITTED or lot.provider_batch_ids[:1] != (provider_batch_id,):
             return []
         extra = {name: value for name, value in lot.extra.items() if name != UNCERTAIN}
+        if is_gone:
+            extra[GONE] = [*lot.gone[1 - MAX_GONE :], provider_batch_id]
         return [replace(lot, state=LotState.SUBMITTING, provider_batch_ids=(), submitted_at=None, extra=extra)]
 
     def _known(self, lot_id: LotId) -> Lot:

@@ -50,7 +50,8 @@ class Reconciliation:
 
         Args:
             lots: all of one batch.
-            ledger_ids: of the same partitions.
+            ledger_ids: of the same partitions, and of others as far as they are known: there they tell another
+                environment's rows from a sibling's.
             siblings: the batch's lots in partitions of others, as far as they are known.
         """
         # A lot that was cleaned up names no rows any more, and tells nothing.
@@ -58,12 +59,15 @@ class Reconciliation:
         self._lots = dict(lots)
         self._ledger_ids = dict(ledger_ids)
         self._all_partitions = frozenset(p for lot in lots.values() for p in lot.partitions)
-        self._by_head = {f"{ledger_id}-{partition}": partition for partition, ledger_id in self._ledger_ids.items()}
+        self._by_head = {f"{self._ledger_ids[p]}-{p}": p for p in lots if p in self._ledger_ids}
         self._seen = {partition: OffsetSet() for partition in lots}
         self.lines = 0
         self.foreign = 0
         self.again = 0
         self.siblings = 0
+        self.is_proven = False
+        """A line was of a row that a lot of this batch names: the result files are of this batch. A sibling's line of
+        which no lot is known does not say so."""
 
     def match(self, wire_id: str) -> Match:
         """Say whose line this is, and remember that its row was seen."""
@@ -82,14 +86,18 @@ class Reconciliation:
         lot = self._lots.get(wire.partition)
         if lot is None:
             sibling = self._siblings.get(wire.partition)
-            if sibling is not None and wire.offset not in sibling.offsets:
+            ledger_id = self._ledger_ids.get(wire.partition)
+            is_anothers = ledger_id is not None and wire.ledger_id != ledger_id
+            if is_anothers or (sibling is not None and wire.offset not in sibling.offsets):
                 self.foreign += 1
                 return Match(Whose.FOREIGN, wire)
             self.siblings += 1
+            self.is_proven = self.is_proven or (sibling is not None and ledger_id is not None)
             return Match(Whose.SIBLING, wire)
         if wire.ledger_id != self._ledger_ids[wire.partition] or wire.offset not in lot.offsets:
             self.foreign += 1
             return Match(Whose.FOREIGN, wire)
+        self.is_proven = True
         seen = self._seen[wire.partition]
         if wire.offset in seen:
             self.again += 1

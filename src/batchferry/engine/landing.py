@@ -31,7 +31,7 @@ from batchferry.domain.batcherrors import BatchErrorKind
 from batchferry.domain.envelope import EventKind
 from batchferry.domain.errors import PartitionLost, StoreUnavailable
 from batchferry.domain.estimate import estimated_price
-from batchferry.domain.ids import BatchId, FileId
+from batchferry.domain.ids import BatchId, FileId, LedgerId
 from batchferry.domain.ledger import UNCERTAIN, UNPRICED, UNREAD, Lane, Lot, LotTally
 from batchferry.domain.machine import (
     Event,
@@ -249,12 +249,30 @@ class Landing:
         provider: BatchProvider,
         memory: LandingMemory,
         siblings: Mapping[int, Lot] = MappingProxyType({}),
+        ledger_ids: Mapping[int, LedgerId] = MappingProxyType({}),
+        *,
+        is_uncertain: bool = False,
     ) -> Event:
-        """One reading of the batch; see the module's text. ``siblings``: its lots in partitions of others."""
+        """One reading of the batch; see the module's text.
+
+        Args:
+            batch_id: ours.
+            own: its lots in partitions of this process.
+            effect: what was asked for.
+            provider: of its account.
+            memory: what earlier readings found.
+            siblings: its lots in partitions of others.
+            ledger_ids: of the siblings' ledgers, as far as they are known.
+            is_uncertain: the provider's batch was only taken for ours (as a lot's ``UNCERTAIN`` says too): before a
+                line of it is a row of ours, nothing of it is settled, kept or believed.
+        """
         snapshot = effect.snapshot
         lots = {partition: pair for partition, pair in own.items() if pair[1].is_at_provider}
         if not lots:
             return ResultsRead()
+        is_uncertain = is_uncertain or any(lot.extra.get(UNCERTAIN) for _, lot in lots.values())
+        if is_uncertain and snapshot.status is ProviderStatus.FAILED:
+            return ResultsNotOurs()  # nothing of it ran, and no line will ever tell
         if snapshot.status is ProviderStatus.FAILED:
             return await self._land_failed(batch_id, lots, snapshot, provider, memory)
         file_ids = [one for one in (snapshot.output_file_id, snapshot.error_file_id) if one is not None]
@@ -265,6 +283,7 @@ class Landing:
         gone_at = results_gone_at(snapshot, account)
         async with self.downloads.place(math.inf if gone_at is None else gone_at.timestamp()):
             paths: list[Path] = []
+            fetched_files: list[tuple[Path, str, FileId, DownloadedFile]] = []
             try:
                 for number, file_id in enumerate(file_ids):
                     path = self._store.download_path(batch_id, f"result{number}")
@@ -280,7 +299,7 @@ class Landing:
                                 reason=fetched.kind.value,
                             )
                             return ResultsUnavailable(fetched)
-                        if any(lot.extra.get(UNCERTAIN) for _, lot in lots.values()):
+                        if is_uncertain:
                             return ResultsNotOurs()  # whoever knew it for his own has read and deleted it
                         self._telemetry.event("result_file_gone", batch_id=batch_id, file_kind=file_kind)
                         continue
@@ -295,15 +314,37 @@ class Landing:
                     )
                     paths.append(path)
                     self._files.note(file_id, fetched.size_bytes, fetched.sha256)
-                    await self._keep(batch_id, path, file_kind, file_id, fetched)
+                    fetched_files.append((path, file_kind, file_id, fetched))
                 reach(Failpoint.RESULTS_DOWNLOADED)
+                join = _join(lots, siblings, ledger_ids)
+                if is_uncertain and not await self._is_proven(join, lots, provider, paths):
+                    has_told = join.lines or effect.is_last_chance
+                    return ResultsNotOurs() if has_told else ResultsIncomplete("no_lines")
+                for path, file_kind, file_id, fetched in fetched_files:
+                    await self._keep(batch_id, path, file_kind, file_id, fetched)
                 started_at = self._clock.now()
-                event = await self._read(batch_id, lots, effect, provider, memory, paths, counted, siblings)
+                join = _join(lots, siblings, ledger_ids)
+                event = await self._read(batch_id, lots, effect, provider, memory, paths, counted, join)
                 self._tell_span(batch_id, lots, snapshot, memory, started_at)
                 return event
             finally:
                 for path in paths:
                     path.unlink(missing_ok=True)
+
+    async def _is_proven(
+        self, join: Reconciliation, lots: OwnLots, provider: BatchProvider, paths: Sequence[Path]
+    ) -> bool:
+        """Whether a line is of a row of ours: usually the first one tells."""
+        endpoint = next(iter(lots.values()))[1].key.endpoint
+        for path in paths:
+            async for places in read_lines(path):
+                for _, line in places:
+                    wire_id = provider.parse_line(line, endpoint).wire_id
+                    if wire_id is not None:
+                        join.match(wire_id)
+                    if join.is_proven:
+                        return True
+        return False
 
     async def _keep(
         self, batch_id: BatchId, path: Path, file_kind: str, file_id: FileId, fetched: DownloadedFile
@@ -367,7 +408,7 @@ class Landing:
         memory: LandingMemory,
         paths: Sequence[Path],
         counted: int,
-        siblings: Mapping[int, Lot],
+        join: Reconciliation,
     ) -> Event:
         for partition, (task, lot) in lots.items():
             gone = await self._source.index(partition, task.ledger.unsettled(lot.offsets))
@@ -377,11 +418,6 @@ class Landing:
                 self._telemetry.count("input_lost_records", len(new))
                 self._telemetry.event("input_lost", partition=partition, rows=len(new))
         memory.tally = BatchTally()
-        join = Reconciliation(
-            {partition: lot for partition, (_, lot) in lots.items()},
-            {partition: task.ledger_id for partition, (task, _) in lots.items()},
-            siblings,
-        )
         first = _FirstPass(batch_id, effect.snapshot, lots, join, memory)
         try:
             for number, path in enumerate(paths):
@@ -399,9 +435,6 @@ class Landing:
                     "batch_incomplete", batch_id=batch_id, lines=join.lines + first.unnamed, counted=counted
                 )
             reach(Failpoint.RESULTS_READ)
-            is_uncertain = any(lot.extra.get(UNCERTAIN) for _, lot in lots.values())
-            if is_uncertain and join.foreign == join.lines and (join.lines or effect.is_last_chance):
-                return ResultsNotOurs()
             absent = {partition: join.absent(partition) for partition in lots}
             absent = {partition: rows for partition, rows in absent.items() if rows}
             absent_class = self._class_of_absent(effect, memory, absent)
@@ -835,6 +868,11 @@ class _FirstPass:
         """The other unreadable lines, by whose they are."""
         self.is_cut = False
         """A file ends in the middle of a line: its lines may be as many as were counted, and one is not whole."""
+
+
+def _join(lots: OwnLots, siblings: Mapping[int, Lot], ledger_ids: Mapping[int, LedgerId]) -> Reconciliation:
+    own_ids = {partition: task.ledger_id for partition, (task, _) in lots.items()}
+    return Reconciliation({partition: lot for partition, (_, lot) in lots.items()}, {**ledger_ids, **own_ids}, siblings)
 
 
 async def read_lines(path: Path) -> AsyncIterator[Sequence[tuple[int, bytes]]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -17,7 +17,7 @@ from batchferry.domain import machine as m
 from batchferry.domain.batchkey import BatchKey
 from batchferry.domain.errors import KafkaUnavailable, PartitionLost, StoreUnavailable
 from batchferry.domain.ids import BatchId, FileId, LotId, ProviderBatchId, batch_file_name, new_batch_id
-from batchferry.domain.ledger import QUARTER_HOUR_S, UNCERTAIN, Lane, LedgerEntry, Lot, LotState
+from batchferry.domain.ledger import GONE, QUARTER_HOUR_S, UNCERTAIN, Lane, LedgerEntry, Lot, LotState
 from batchferry.domain.offsets import OffsetSet
 from batchferry.domain.partition import PartitionLedger
 from batchferry.domain.provider import BatchSnapshot, CallFailed, CallFailure, ProviderStatus
@@ -44,6 +44,10 @@ FENCE_AGE_S = 30.0
 MAX_LOOKUP_PAGES = 100
 MAX_TWINS_TOLD = 16
 """Second batches of one create that are kept on record; a gateway repeats a create a few times, not often."""
+COMPARED_BATCHES = 3
+"""Batches of an account that are asked for before one of them is taken for deleted."""
+COMPARE_PAUSE_S = 300.0
+"""Between two such comparisons while none of them is found."""
 LOOKUP_SLACK_S = 600.0
 """The provider's clock may differ: a listing is read so far back beyond the batch's own time."""
 NO_PLACE = "in_flight"
@@ -81,11 +85,14 @@ class BatchContext:
     twins: tuple[ProviderBatchId, ...] = ()
     """Second batches that a look-up has counted: written beside the id, so that no sweep counts them again."""
     is_uncertain: bool = False
-    """The provider's batch was found by its time and its number of rows alone."""
+    """The provider's batch was found by its time and its number of rows alone. Who adopts another replica's find, or
+    takes a lot over, learns it from the lots (``BatchWork._is_uncertain``)."""
     not_ours: set[ProviderBatchId] = field(default_factory=set)
     """Batches that were taken for this one, and whose lines were others'."""
     gone: set[ProviderBatchId] = field(default_factory=set)
     """Batches that were ours, and are not there any more."""
+    missed: dict[ProviderBatchId, datetime] = field(default_factory=dict)
+    """Since when the provider has denied, at every look-up, a batch that another lot of this one names."""
     memory: LandingMemory = field(default_factory=LandingMemory)
     cut: dict[str, int] = field(default_factory=dict)
     """What smaller batches of its rows may hold: there was no room (or no money) for so much, or it was too large."""
@@ -167,11 +174,11 @@ class BatchWork:
             case m.PollAt():
                 return await self._poll_at(context, batch, effect.at, provider)
             case m.CancelBatch():
-                return await self._cancel(batch, effect, provider)
+                return await self._cancel(context, batch, effect, provider)
             case m.LandResults():
                 return await self._land(context, batch, effect, provider)
             case m.DisownBatch():
-                return await self._disown(context, batch, effect.provider_batch_id)
+                return await self._disown(context, batch, effect.provider_batch_id, provider)
             case m.CleanUp():
                 return await self._clean_up(batch, provider)
             case m.WarnSlow():
@@ -187,6 +194,17 @@ class BatchWork:
                 return None
             case _:
                 raise NotImplementedError(type(effect).__name__)
+
+    def _is_uncertain(self, context: BatchContext, batch: m.Batch, provider_batch_id: ProviderBatchId) -> bool:
+        """Whether this provider batch was only taken for ours, by this process or by whoever had a lot before."""
+        if not context.is_uncertain:
+            lot_id = LotId(batch.batch_id)
+            own = [task.ledger.lots[lot_id] for task in self._tasks.values() if lot_id in task.ledger.lots]
+            context.is_uncertain = any(
+                provider_batch_id in lot.provider_batch_ids and bool(lot.extra.get(UNCERTAIN))
+                for lot in (*own, *self._fleet.lots_of(batch.batch_id).values())
+            )
+        return context.is_uncertain
 
     def own_lots(self, batch_id: BatchId) -> dict[int, tuple[PartitionTask, Lot]]:
         """The lots of a batch in partitions this process owns now, not yet DONE."""
@@ -425,15 +443,19 @@ class BatchWork:
     async def _record_id(self, context: BatchContext, batch: m.Batch, snapshot: BatchSnapshot) -> bool:
         """Write the provider's id in every lot of ours that lacks it; whether one did."""
         recorded = False
+        if snapshot.provider_batch_id in context.not_ours:
+            return False  # meanwhile its lines have told
+        is_uncertain = self._is_uncertain(context, batch, snapshot.provider_batch_id)
+        given_back = context.not_ours | context.gone
         for partition, (task, lot) in self.own_lots(batch.batch_id).items():
-            if lot.state is LotState.SUBMITTED:
+            if lot.state is LotState.SUBMITTED and not _may_be_renamed(lot, snapshot.provider_batch_id, given_back):
                 continue
             told = [self._outcomes.submitted_event(partition, lot, snapshot)]
 
             def plan(ledger: PartitionLedger, lot: Lot = lot, told: list[OutRecord] = told) -> list[LedgerEntry]:
                 ids = (snapshot.provider_batch_id, *context.twins)
                 entries = _plan_submitted(
-                    lot.lot_id, ids, snapshot.created_at or self._clock.now(), ledger, is_uncertain=context.is_uncertain
+                    lot, ids, snapshot.created_at or self._clock.now(), ledger, is_uncertain=is_uncertain
                 )
                 if not entries:
                     told.clear()  # somebody was first, and has told it
@@ -454,6 +476,9 @@ class BatchWork:
 
     async def _hand_rows_on(self, context: BatchContext, batch: m.Batch, effect: m.HandRowsOn) -> m.Event:
         """Dissolve: recorded lots become waiting lots; rows no record names leave again under a new batch id."""
+        is_search = batch.state is m.BatchState.SUBMISSION_UNKNOWN
+        if is_search and self._knows_better(context, batch):
+            return m.LookUpFailed()
         if effect.hold == "account":
             await self._holds.place_account(batch.key, effect.reason)
         elif effect.hold == "key":
@@ -462,6 +487,8 @@ class BatchWork:
             context.cut[PACK_ROWS] = batch.rows // 2
         recorded: set[int] = set()
         own = self.own_lots(batch.batch_id)
+        if is_search:  # before the rows go: a process that ends in between counts them twice rather than not at all
+            self._count_second_runs(context, batch, [lot for _, lot in own.values()])
         for partition, (task, lot) in own.items():
             recorded.add(partition)
             if effect.refused_row is not None and effect.failure is not None:
@@ -481,12 +508,6 @@ class BatchWork:
             except PartitionLost:
                 continue
         self._telemetry.event("batch_dissolved", batch_id=batch.batch_id, reason=effect.reason, rows=batch.rows)
-        if batch.state is m.BatchState.SUBMISSION_UNKNOWN and (batch.input_file_id is None or batch.is_inline):
-            # There was no file to delete: a create of another life of the service may still go through.
-            rows = sum(lot.own_rows for _, lot in own.values())
-            self._possibly_paid_twice(batch, rows, "input_file_not_deleted")
-        elif batch.state is m.BatchState.SUBMISSION_UNKNOWN and context.gone:
-            self._possibly_paid_twice(batch, sum(lot.own_rows for _, lot in own.values()), "batch_gone")
         sealed = context.sealed
         if sealed is not None and (effect.reason == HELD or effect.halve):
             await self._park(context, sealed)
@@ -499,7 +520,34 @@ class BatchWork:
             context.sealed = None
             kept = set() if rest is None else set(rest.refs)
             self._drop_segments([ref for ref in sealed.refs if ref not in kept])
+        lot_id = LotId(batch.batch_id)
+        lots = [task.ledger.lots[lot_id] for task in self._tasks.values() if lot_id in task.ledger.lots]
+        if is_search and any(lot.state is LotState.DONE for lot in lots):
+            return m.Disowned(is_over=True)  # read before the batch went: theirs is only the cleaning up
         return m.RowsHandedOn()
+
+    def _knows_better(self, context: BatchContext, batch: m.Batch) -> bool:
+        """Whether a lot that came while the batch was looked for names one that has not been asked for."""
+        return any(
+            lot.provider_batch_ids and lot.provider_batch_ids[0] not in self._given_back(context, batch)
+            for _, lot in self.own_lots(batch.batch_id).values()
+        )
+
+    def _given_back(self, context: BatchContext, batch: m.Batch) -> set[ProviderBatchId]:
+        """Provider batches that are not to be taken for this one: other people's, and what is not there any more."""
+        own = self.own_lots(batch.batch_id).values()
+        return context.not_ours.union(context.gone, *(lot.gone for _, lot in own))
+
+    def _count_second_runs(self, context: BatchContext, batch: m.Batch, lots: Iterable[Lot]) -> None:
+        """Say of rows that go again after a search in vain what a batch that may exist, or did, costs."""
+        own = [lot for lot in lots if lot.own_rows]
+        if batch.input_file_id is None or batch.is_inline:
+            # There was no file to delete: a create of another life of the service may still go through.
+            rows, reason = sum(lot.own_rows for lot in own), "input_file_not_deleted"
+        else:
+            rows, reason = sum(lot.own_rows for lot in own if context.gone or lot.gone), "batch_gone"
+        if rows:
+            self._possibly_paid_twice(batch, rows, reason)
 
     async def _park(self, context: BatchContext, sealed: SealedBatch) -> None:
         """Keep the rows of a batch that may not go as waiting lots: a few bytes in the ledger, nothing on the disk.
@@ -560,14 +608,19 @@ class BatchWork:
             await self._fleet.catch_up()
         except KafkaUnavailable:
             return m.LookUpFailed()
-        for lot in self._fleet.lots_of(batch.batch_id).values():
-            if lot.provider_batch_ids and lot.provider_batch_ids[0] not in context.not_ours | context.gone:
+        given_back = self._given_back(context, batch)
+        # What somebody knows goes before what somebody has only taken for his own.
+        for lot in sorted(self._fleet.lots_of(batch.batch_id).values(), key=lambda one: bool(one.extra.get(UNCERTAIN))):
+            if lot.provider_batch_ids and lot.provider_batch_ids[0] not in given_back:
                 answer = await provider.retrieve(lot.provider_batch_ids[0])
                 if isinstance(answer, BatchSnapshot):
+                    context.missed.clear()
                     context.is_uncertain = bool(lot.extra.get(UNCERTAIN))
                     return self._adopted(batch, answer, "sibling")
                 tell_failed_call(self._telemetry, context.account, answer)
-                return m.LookUpFailed(answer)
+                if not self._has_gone(context, batch, lot, answer):
+                    return m.LookUpFailed(answer)
+                given_back.add(lot.provider_batch_ids[0])
         found = await self._list_ours(context, batch, provider)
         if isinstance(found, CallFailed):
             tell_failed_call(self._telemetry, context.account, found)
@@ -594,21 +647,86 @@ class BatchWork:
                     await provider.cancel(twin.provider_batch_id)
         return self._adopted(batch, canonical, "list")
 
-    async def _disown(self, context: BatchContext, batch: m.Batch, provider_batch_id: ProviderBatchId) -> m.Event:
-        own = self.own_lots(batch.batch_id)
-        is_uncertain = context.is_uncertain or any(lot.extra.get(UNCERTAIN) for _, lot in own.values())
-        (context.not_ours if is_uncertain else context.gone).add(provider_batch_id)
+    def _has_gone(self, context: BatchContext, batch: m.Batch, lot: Lot, answer: CallFailed) -> bool:
+        """Whether the batch that another lot names has not been there for so long that it never will be again.
+
+        Its owner finds that out as well, unless he has landed: then his lot names the batch for ever.
+        """
+        named, now = lot.provider_batch_ids[0], self._clock.now()
+        if answer.kind is not CallFailure.NOT_FOUND:
+            context.missed.pop(named, None)
+            return False
+        if now < context.missed.setdefault(named, now) + timedelta(seconds=m.GONE_GRACE_S):
+            return False
+        self._give_back(context, batch, named, is_ours=not lot.extra.get(UNCERTAIN))
+        return True
+
+    def _give_back(
+        self, context: BatchContext, batch: m.Batch, provider_batch_id: ProviderBatchId, *, is_ours: bool
+    ) -> None:
+        (context.gone if is_ours else context.not_ours).add(provider_batch_id)
         self._telemetry.event(
-            "batch_not_ours" if is_uncertain else "batch_gone",
+            "batch_gone" if is_ours else "batch_not_ours",
             batch_id=batch.batch_id,
             provider_batch_id=provider_batch_id,
         )
+
+    async def _disown(
+        self, context: BatchContext, batch: m.Batch, provider_batch_id: ProviderBatchId, provider: BatchProvider
+    ) -> m.Event:
+        """A state, so twice is once. Lots that name another batch keep it: the look-up that follows asks for it."""
+        is_gone = not self._is_uncertain(context, batch, provider_batch_id)
+        if is_gone:
+            back = await self._back_in_sight(context, batch, provider_batch_id, provider)
+            if back is not None:
+                return m.BatchFound(back)
+        self._give_back(context, batch, provider_batch_id, is_ours=is_gone)
         context.is_uncertain, context.twins, context.memory = False, (), LandingMemory()
         self._taken.pop(batch.batch_id, None)
-        for task, lot in own.values():
+        for task, lot in self.own_lots(batch.batch_id).values():
+            plan = partial(_plan_disown, lot.lot_id, provider_batch_id, is_gone=is_gone)
             with contextlib.suppress(PartitionLost):
-                await task.commit(partial(_plan_disown, lot.lot_id), purpose="disown")
+                await task.commit(plan, purpose="disown")
         return m.Disowned(is_over=not self.own_lots(batch.batch_id))
+
+    async def _back_in_sight(
+        self, context: BatchContext, batch: m.Batch, provider_batch_id: ProviderBatchId, provider: BatchProvider
+    ) -> BatchSnapshot | None:
+        """Wait while the account shows not one of its batches: then its key is another project's, and none is gone.
+
+        None: others are there, there is no other to compare with, or a whole window has passed since.
+        """
+        until, is_told = self._clock.now() + timedelta(seconds=batch.window_s), False
+        while True:
+            others = self._under_way(context, batch, provider_batch_id)
+            if not others:
+                return None
+            for other in others[:COMPARED_BATCHES]:
+                if isinstance(await provider.retrieve(other), BatchSnapshot):
+                    return None
+            again = await provider.retrieve(provider_batch_id)
+            if isinstance(again, BatchSnapshot):
+                return again
+            if self._clock.now() >= until:
+                return None
+            if not is_told:
+                is_told = True
+                with contextlib.suppress(KafkaUnavailable):
+                    await self._holds.alarm("batches_not_found", batch.batch_id, batch.key, rows=batch.rows)
+            await self._clock.sleep(COMPARE_PAUSE_S)
+
+    def _under_way(
+        self, context: BatchContext, batch: m.Batch, provider_batch_id: ProviderBatchId
+    ) -> list[ProviderBatchId]:
+        """Other batches of the account that must be at the provider, the latest first."""
+        lots = [
+            lot
+            for lot in self._other_lots(batch)
+            if lot.is_at_provider and lot.provider_batch_ids and lot.key.account == context.account
+        ]
+        lots.sort(key=lambda lot: lot.submitted_at or lot.created_at, reverse=True)
+        named = dict.fromkeys(lot.provider_batch_ids[0] for lot in lots)
+        return [one for one in named if one != provider_batch_id and one not in context.gone]
 
     def _possibly_paid_twice(self, batch: m.Batch, rows: int, reason: str) -> None:
         self._telemetry.count("possibly_paid_twice_rows", rows)
@@ -703,6 +821,8 @@ class BatchWork:
         self, context: BatchContext, batch: m.Batch, at: datetime, provider: BatchProvider
     ) -> m.Event | None:
         """Reading only. A batch restored from a lot without the provider's id finds it elsewhere, or asks again."""
+        if batch.state is m.BatchState.SUBMISSION_UNKNOWN:
+            return None  # given back since this was wanted
         provider_batch_id = batch.provider_batch_id or self._known_id(batch)
         if provider_batch_id is None:
             try:
@@ -711,7 +831,8 @@ class BatchWork:
                 return m.PollFailed(CallFailed("ledger", CallFailure.UNAVAILABLE))
             provider_batch_id = self._known_id(batch)
         if provider_batch_id is None:
-            found = await self._list_ours(context, batch, provider)
+            # Without a name of ours on it only a look-up takes a batch for ours, which says that it may be wrong.
+            found = [] if provider.is_inline else await self._list_ours(context, batch, provider)
             if isinstance(found, CallFailed):
                 tell_failed_call(self._telemetry, context.account, found)
                 return m.PollFailed(found)
@@ -728,11 +849,13 @@ class BatchWork:
         lots = [*ours, *self._fleet.lots_of(batch.batch_id).values()]
         return next((lot.provider_batch_ids[0] for lot in lots if lot.provider_batch_ids), None)
 
-    async def _cancel(self, batch: m.Batch, effect: m.CancelBatch, provider: BatchProvider) -> m.Event | None:
+    async def _cancel(
+        self, context: BatchContext, batch: m.Batch, effect: m.CancelBatch, provider: BatchProvider
+    ) -> m.Event | None:
         """Cancelling twice is harmless at every provider."""
         if batch.provider_batch_id is None:
             return None
-        if any(lot.extra.get(UNCERTAIN) for _, lot in self.own_lots(batch.batch_id).values()):
+        if self._is_uncertain(context, batch, batch.provider_batch_id):
             self._telemetry.event("batch_cancel_withheld", batch_id=batch.batch_id, reason=effect.reason)
             return m.CancelFailed(CallFailed("cancel", CallFailure.CONFLICT))
         if effect.reason == m.WINDOW_PASSED:
@@ -762,14 +885,24 @@ class BatchWork:
         self, context: BatchContext, batch: m.Batch, effect: m.LandResults, provider: BatchProvider
     ) -> m.Event:
         await self._record_id(context, batch, effect.snapshot)  # a lot that came late would else end without it
+        provider_batch_id = effect.snapshot.provider_batch_id
+        given_back = context.not_ours | context.gone
+        # One that came while that was written waits for the next reading: it would end under another batch's name.
+        own = {
+            partition: (task, lot)
+            for partition, (task, lot) in self.own_lots(batch.batch_id).items()
+            if lot.state is LotState.SUBMITTED and not _may_be_renamed(lot, provider_batch_id, given_back)
+        }
         try:
             event = await self._landing.land(
                 batch.batch_id,
-                self.own_lots(batch.batch_id),
+                own,
                 effect,
                 provider,
                 context.memory,
                 self._fleet.lots_of(batch.batch_id),
+                {p: one.header.ledger_id for p, one in self._fleet.ledgers().items() if one.header is not None},
+                is_uncertain=self._is_uncertain(context, batch, provider_batch_id),
             )
         except KafkaUnavailable:
             return m.ResultsUnavailable(CallFailed("input", CallFailure.UNAVAILABLE))
@@ -856,23 +989,42 @@ class BatchWork:
         return True
 
 
-def _plan_disown(lot_id: LotId, ledger: PartitionLedger) -> list[LedgerEntry]:
-    return ledger.plan_disown(lot_id)
+def _plan_disown(
+    lot_id: LotId, provider_batch_id: ProviderBatchId, ledger: PartitionLedger, *, is_gone: bool
+) -> list[LedgerEntry]:
+    return ledger.plan_disown(lot_id, provider_batch_id, is_gone=is_gone)
+
+
+def _may_be_renamed(lot: Lot, provider_batch_id: ProviderBatchId, given_back: Collection[ProviderBatchId]) -> bool:
+    """Whether a lot names another provider batch than this one, and only took it for its own or has lost it.
+
+    It came from a replica that had looked for the batch by itself. What it named must not outlive the reading of the
+    true one: whatever a landed lot names is deleted.
+    """
+    named = lot.provider_batch_ids[:1]
+    if not named or named[0] == provider_batch_id:
+        return False
+    return bool(lot.extra.get(UNCERTAIN)) or named[0] in given_back
 
 
 def _plan_submitted(
-    lot_id: LotId,
+    known: Lot,
     provider_batch_ids: tuple[ProviderBatchId, ...],
     submitted_at: datetime,
     ledger: PartitionLedger,
     *,
     is_uncertain: bool,
 ) -> list[LedgerEntry]:
-    lot = ledger.lots.get(lot_id)
-    if lot is None or lot.state is not LotState.SUBMITTING:
-        return []  # recorded, or even landed, while this waited for its turn
-    extra = {**lot.extra, UNCERTAIN: True} if is_uncertain else lot.extra
-    return ledger.plan_submitted(lot_id, provider_batch_ids=provider_batch_ids, submitted_at=submitted_at, extra=extra)
+    lot = ledger.lots.get(known.lot_id)
+    # Recorded, given back or even landed while this waited for its turn?
+    if lot is None or not lot.is_at_provider or lot.provider_batch_ids != known.provider_batch_ids:
+        return []
+    gone = [one for one in lot.gone if one not in provider_batch_ids]
+    extra = {name: value for name, value in lot.extra.items() if name not in {UNCERTAIN, GONE}}
+    extra |= ({UNCERTAIN: True} if is_uncertain else {}) | ({GONE: gone} if gone else {})
+    return ledger.plan_submitted(
+        lot.lot_id, provider_batch_ids=provider_batch_ids, submitted_at=submitted_at, extra=extra
+    )
 
 
 def _age(batch: m.Batch, snapshot: BatchSnapshot) -> tuple[datetime, str]:

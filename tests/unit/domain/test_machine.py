@@ -476,6 +476,56 @@ def test_an_hour_without_being_found_asks_the_question_anew():
     assert story.tell(Disowned(), after(6_701)) == (LookUpBatch(),)
 
 
+def test_an_outage_does_not_prove_that_a_batch_has_gone():
+    """One 404 after the create and an hour without the provider: only 404s without a break count."""
+    story = Story.in_flight()
+    gone, away = PollFailed(failed(CallFailure.NOT_FOUND)), PollFailed(failed(CallFailure.UNAVAILABLE))
+    story.tell(gone, after(100))
+    story.tell(away, after(200))
+    story.tell(away, after(4_000))
+    assert story.batch.state is S.IN_PROGRESS
+    story.tell(gone, after(4_100))
+    assert story.batch.state is S.IN_PROGRESS
+    assert story.tell(gone, after(7_700)) == (DisownBatch(BATCH_1),)
+
+
+def test_an_answer_about_a_batch_that_was_given_back_is_not_taken_for_ours():
+    """It was asked for before the lines told; believing it would take the batch of others once more."""
+    story = landing()
+    story.tell(ResultsNotOurs(), after(100))
+    story.tell(Disowned(), after(101))
+    ours, theirs = replace(shown(P.IN_PROGRESS), provider_batch_id=ProviderBatchId("batch_2")), shown(P.COMPLETED)
+    story.tell(BatchFound(ours), after(102))
+    assert story.tell(PollAnswered(theirs), after(103)) == (PollAt(after(113)),)
+    assert (story.batch.state, story.batch.provider_batch_id) == (S.VALIDATING, "batch_2")
+    story.tell(PollAnswered(replace(ours, status=P.COMPLETED)), after(104))
+    story.tell(ResultsIncomplete("null ids"), after(105))
+    assert story.tell(PollAnswered(theirs), after(106)) == (PollAt(after(116)),)
+    assert story.batch.snapshot is not None
+    assert story.batch.snapshot.provider_batch_id == "batch_2"
+
+
+def test_a_lot_that_comes_after_all_is_over_may_name_what_was_given_back():
+    """Then nothing else is known of the batch, and its answer is the only one that can come."""
+    story = landing()
+    story.tell(ResultsNotOurs(), after(100))
+    story.tell(Disowned(is_over=True), after(101))
+    story.tell(LotGained(), after(102))
+    assert story.tell(PollAnswered(shown(P.COMPLETED)), after(103)) == (LandResults(shown(P.COMPLETED)),)
+
+
+def test_a_batch_that_comes_back_is_believed_again():
+    """Denied for an hour, given up, and then on the list again: it is ours as before."""
+    story = Story.in_flight()
+    gone = PollFailed(failed(CallFailure.NOT_FOUND))
+    story.tell(gone, after(100))
+    story.tell(gone, after(3_700))
+    story.tell(Disowned(), after(3_701))
+    story.tell(BatchFound(shown(P.IN_PROGRESS)), after(3_702))
+    story.tell(PollAnswered(shown(P.FINALIZING)), after(3_800))
+    assert story.batch.state is S.FINALIZING
+
+
 def test_a_batch_that_has_gone_after_it_was_read_is_only_cleaned_up():
     """Killed between deleting and writing it down: nothing waits for the batch, so no other is looked for."""
     story = landing()

@@ -24,11 +24,12 @@ from batchferry.domain.ledger import (
     SettledBlock,
     Tombstone,
     Watermark,
+    decode,
     encode,
     lot_key,
 )
 from batchferry.domain.offsets import BLOCK_SIZE, OffsetSet
-from batchferry.domain.partition import PartitionLedger, first_absent
+from batchferry.domain.partition import MAX_GONE, PartitionLedger, first_absent
 
 AT = datetime(2026, 1, 31, 18, 0, tzinfo=UTC)
 KEY = BatchKey("openai-main", "/v1/chat/completions", "gpt-4o-mini", "24h")
@@ -286,15 +287,31 @@ def test_a_disowned_lot_is_as_it_was_before_its_batch_was_known():
         lot(A, [0, 1], state=LotState.SUBMITTED), provider_batch_ids=(ProviderBatchId("b"),), submitted_at=AT,
         input_file_id=FileId("f"), extra={UNCERTAIN: True, "other": 1},
     )  # fmt: skip
-    ledger = ledger_with(named)
-    commit(ledger, ledger.plan_disown(A))
+    ledger, batch = ledger_with(named), ProviderBatchId("b")
+    assert ledger.plan_disown(A, ProviderBatchId("another"), is_gone=False) == []
+    commit(ledger, ledger.plan_disown(A, batch, is_gone=False))
     expected = replace(
         named, state=LotState.SUBMITTING, provider_batch_ids=(), submitted_at=None, extra={"other": 1}
     )  # fmt: skip
     assert ledger.lots[A] == expected
-    assert ledger.plan_disown(A) == []
-    assert ledger.plan_disown(LotId("unknown")) == []
-    assert ledger_with(lot(A, [], state=LotState.DONE)).plan_disown(A) == []
+    assert ledger.plan_disown(A, batch, is_gone=False) == []
+    assert ledger.plan_disown(LotId("unknown"), batch, is_gone=False) == []
+    landed = replace(lot(A, [], state=LotState.DONE), provider_batch_ids=(batch,))
+    assert ledger_with(landed).plan_disown(A, batch, is_gone=False) == []
+
+
+def test_a_lot_remembers_the_last_of_the_batches_it_has_lost():
+    """Whoever takes it over must know that its rows may have run; also as it is read back, and never without a bound."""
+    ledger = ledger_with(lot(A, [0]))
+    for number in range(MAX_GONE + 2):
+        named = ProviderBatchId(f"b-{number}")
+        commit(ledger, [replace(ledger.lots[A], state=LotState.SUBMITTED, provider_batch_ids=(named,))])
+        commit(ledger, ledger.plan_disown(A, named, is_gone=True))
+    expected = tuple(ProviderBatchId(f"b-{number}") for number in range(2, MAX_GONE + 2))
+    assert ledger.lots[A].gone == expected
+    read = decode(*encode(ledger.lots[A]))
+    assert isinstance(read, Lot)
+    assert read.gone == expected
 
 
 def test_a_lot_without_rows_dissolves_into_nothing():

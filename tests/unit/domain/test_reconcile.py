@@ -121,6 +121,24 @@ def test_a_siblings_lot_tells_its_rows_from_others():
     assert join.match(wire(5, 4)).whose is Whose.SIBLING
 
 
+def test_what_proves_that_the_files_are_of_this_batch():
+    """A row of a lot that is known, ours or a sibling's. A sibling's place alone is also another environment's."""
+    lots, theirs = {p: lot(p) for p in OURS}, {5: replace(lot(0), offsets=OffsetSet([3]))}
+    its_id, other_id = SIBLING, STRANGER
+
+    def said(line: str, siblings: dict[int, Lot], ids: dict[int, LedgerId]) -> tuple[Whose, bool]:
+        join = Reconciliation(lots, {**OURS, **ids}, siblings)
+        return join.match(line).whose, join.is_proven
+
+    assert said(wire(0, 3), {}, {}) == (Whose.OURS, True)
+    assert said(wire(0, 9), {}, {}) == (Whose.FOREIGN, False)
+    assert said(str(WireId(its_id, 5, 3, 1)), theirs, {5: its_id}) == (Whose.SIBLING, True)
+    assert said(str(WireId(other_id, 5, 3, 1)), theirs, {5: its_id}) == (Whose.FOREIGN, False)
+    assert said(str(WireId(its_id, 5, 4, 1)), theirs, {5: its_id}) == (Whose.FOREIGN, False)
+    assert said(str(WireId(its_id, 5, 3, 1)), {}, {5: its_id}) == (Whose.SIBLING, False)
+    assert said(str(WireId(its_id, 5, 3, 1)), theirs, {}) == (Whose.SIBLING, False)
+
+
 def test_a_match_tells_the_wire_id_it_read():
     """The parts of the wire id come with the verdict, also for strangers, and None when there are none."""
     join = fresh()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from engine_kit import BATCH, LOT, PLATFORM, Harbour, lot, shown
 
 from batchferry.domain.batcherrors import BatchErrorKind
-from batchferry.domain.ids import WireId
+from batchferry.domain.ids import LedgerId, WireId
 from batchferry.domain.ledger import UNCERTAIN, LotState
 from batchferry.domain.machine import LandResults, ResultsIncomplete, ResultsNotOurs, ResultsRead, ResultsUnavailable
 from batchferry.domain.provider import CallFailed, CallFailure, DownloadedFile, LineError, ProviderStatus, RequestCounts
@@ -127,6 +128,48 @@ async def test_lines_of_others_only_are_no_results_of_ours(tmp_path: Path) -> No
                 dock.lines.append(json.dumps(said).encode() + b"\n")
             assert await dock.land(LandResults(shown())) == expected
             assert harbour.tasks[0].ledger.lots[LOT].state is LotState.SUBMITTED
+
+
+async def test_a_siblings_place_alone_does_not_make_a_batch_ours(tmp_path: Path) -> None:
+    """Lines of a partition of the batch are also other batches', and other environments': only a known row proves it."""
+    async with Harbour(tmp_path) as harbour:
+        await harbour.task()
+        harbour.log.put(0)
+        await harbour.hold(at_provider([0], extra={UNCERTAIN: True}, partitions=(0, 7)))
+        dock, its_id = Dock(harbour), LedgerId("5555555555")
+        said = {"id": str(WireId(its_id, 7, 3, 1)), "class": "succeeded", "body": "{}"}
+        dock.lines.append(json.dumps(said).encode() + b"\n")
+        own = {0: (harbour.tasks[0], harbour.tasks[0].ledger.lots[LOT])}
+        theirs = {7: at_provider([3], partitions=(0, 7))}
+
+        async def land(siblings: dict[int, Any], ledger_id: LedgerId) -> Any:
+            return await dock.landing.land(
+                BATCH, own, LandResults(shown()), harbour.provider, LandingMemory(), siblings, {7: ledger_id}
+            )
+
+        assert await land({}, its_id) == ResultsNotOurs()
+        assert await land(theirs, LedgerId("9999999999")) == ResultsNotOurs()
+        assert await land({7: at_provider([4], partitions=(0, 7))}, its_id) == ResultsNotOurs()
+        assert await land(theirs, its_id) == ResultsIncomplete("rows_absent")
+
+
+@pytest.mark.parametrize("status", [ProviderStatus.EXPIRED, ProviderStatus.CANCELLED, ProviderStatus.COMPLETED])
+async def test_without_a_line_nothing_is_believed_of_a_batch_that_may_be_anothers(
+    tmp_path: Path, status: ProviderStatus
+) -> None:
+    """Neither that its rows have expired nor that they are missing: it is read again, and given back in the end."""
+    async with Harbour(tmp_path) as harbour:
+        await harbour.task()
+        harbour.log.put(0)
+        await harbour.hold(at_provider([0], extra={UNCERTAIN: True}))
+        dock, memory = Dock(harbour), LandingMemory()
+        for _ in range(2):
+            assert await dock.land(LandResults(shown(status)), memory) == ResultsIncomplete("no_lines")
+            harbour.clock.at = harbour.clock.now() + timedelta(hours=1)
+        assert await dock.land(LandResults(shown(status), is_last_chance=True), memory) == ResultsNotOurs()
+        assert await dock.land(LandResults(shown(ProviderStatus.FAILED)), memory) == ResultsNotOurs()
+        assert harbour.tasks[0].ledger.lots[LOT].state is LotState.SUBMITTED
+        assert dock.holds.placed == []
 
 
 async def test_results_that_somebody_has_deleted_were_his(tmp_path: Path) -> None:

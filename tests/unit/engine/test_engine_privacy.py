@@ -12,7 +12,8 @@ from test_engine_landing import Dock, at_provider
 
 from batchferry.app import request_rules
 from batchferry.domain.errors import StoreUnavailable
-from batchferry.domain.machine import LandResults, ResultsRead
+from batchferry.domain.ledger import UNCERTAIN
+from batchferry.domain.machine import LandResults, ResultsNotOurs, ResultsRead
 from batchferry.domain.masking import load_masker
 from batchferry.domain.offsets import OffsetSet
 from batchferry.domain.requests import BadRecord, RecordRule
@@ -102,6 +103,26 @@ async def test_a_result_file_is_kept_before_it_is_read(tmp_path: Path) -> None:
         assert kept[0].path.read_bytes() == b"".join(dock.lines)
         assert kept[0].path.stat().st_mode & 0o777 == 0o600
         assert [one["bytes"] for one in harbour.telemetry.named("result_archived")] == [kept[0].size_bytes]
+
+
+async def test_a_result_file_of_others_is_not_kept(tmp_path: Path) -> None:
+    """A batch that was only taken for ours goes into the archive once a line of it is ours, and not before."""
+    async with Harbour(tmp_path) as harbour:
+        task = await harbour.task()
+        harbour.log.put(0)
+        await harbour.hold(at_provider([0], extra={UNCERTAIN: True}))
+        dock = Dock(harbour)
+        archive = Archive(tmp_path / "archive")
+        assert await archive.open() is None
+        dock.landing._archive = archive
+        dock.answer(task, 5, RowClass.SUCCEEDED)
+        assert await dock.land(LandResults(shown())) == ResultsNotOurs()
+        assert await archive.files() == ()
+        dock.answer(task, 0, RowClass.SUCCEEDED)
+        assert await dock.land(LandResults(shown())) == ResultsRead()
+        kept = await archive.files()
+        assert not isinstance(kept, StoreUnavailable)
+        assert len(kept) == 1
 
 
 @pytest.mark.parametrize("when_full", ["wait", "skip"])

@@ -40,6 +40,7 @@ from batchferry.domain.machine import (
     SubmittingRefused,
 )
 from batchferry.domain.offsets import OffsetSet
+from batchferry.domain.partition import PartitionLedger
 from batchferry.domain.provider import BatchPage, CallFailure, ProviderStatus
 from batchferry.engine import work as rooms
 from batchferry.engine.fates import HELD_SINCE, PACK_TOKENS
@@ -62,6 +63,9 @@ class Fleet:
 
     def lots_of(self, _batch_id: str) -> Mapping[int, Lot]:
         return self.lots
+
+    def ledgers(self) -> Mapping[int, PartitionLedger]:
+        return {}
 
 
 class Yard:
@@ -124,7 +128,7 @@ async def test_a_lot_that_comes_late_gets_the_providers_id_before_it_lands(tmp_p
         await harbour.hold(lot(LotState.SUBMITTING, [1]))
         seen: list[Lot] = []
 
-        async def land(_batch_id: str, own: Any, *_: object) -> ResultsRead:
+        async def land(_batch_id: str, own: Any, *_: object, **__: object) -> ResultsRead:
             seen.extend(pair[1] for pair in own.values())
             await task.commit(lambda ledger: ledger.plan_dissolve(LOT, _heirs(ledger.held_by(LOT))))
             return ResultsRead()
