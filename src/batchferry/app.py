@@ -14,7 +14,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 from starlette.routing import Route
 from ulid import ULID
@@ -26,6 +25,7 @@ from batchferry.config.profiles import load_profile
 from batchferry.domain.errors import BatchferryError, ConfigError, GateRefused, KafkaUnavailable
 from batchferry.domain.money import warm_up
 from batchferry.domain.requests import DEFAULT_ENDPOINTS, OWN_ENDPOINTS, RequestRules
+from batchferry.domain.yamltext import YamlFault, parse_yaml
 from batchferry.engine.gates import Finding, Verdict, World, look, look_without_broker
 from batchferry.engine.metered import MeteredProvider
 from batchferry.engine.supervisor import RunState, Supervisor
@@ -676,12 +676,13 @@ def run_simulator(
 
 def _fault_rules(path: Path) -> tuple[FaultRule, ...]:
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        _, found = parse_yaml(path.read_text(encoding="utf-8"))
         return TypeAdapter(tuple[FaultRule, ...]).validate_python(found or ())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"faults {path}: cannot be read ({type(error).__name__}): give a readable file"]) from error
-    except yaml.YAMLError as error:
-        raise ConfigError([f"faults {path}: not YAML or JSON: mend the file"]) from error
+    except YamlFault as fault:
+        where = "" if fault.line is None else f" line {fault.line} column {fault.column}"
+        raise ConfigError([f"faults {path}{where}: {fault.problem}: mend the file"]) from None
     except ValidationError as error:
         raise ConfigError(_told(error, f"faults {path}")) from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -54,7 +55,8 @@ def _privacy(settings: Settings) -> Iterator[CrossFault]:
         for fault in error.faults:
             yield CrossFault(("mask.masker", "mask.rules", "mask.key"), f"mask.masker: {fault}")
     folder = settings.archive.folder
-    if folder is not None and folder.absolute().is_relative_to(settings.state_dir.absolute()):
+    # Links and steps upwards are followed: wiped is what lies there, under whatever name it is known.
+    if folder is not None and Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(settings.state_dir)):
         yield CrossFault(
             ("archive.folder", "state_dir"),
             f"archive.folder: {folder} is inside state_dir, which is wiped at every start; name another",

@@ -42,6 +42,7 @@ from batchferry.config.models import (
 from batchferry.config.profiles import Profile, load_profile
 from batchferry.config.values import routes_by_name
 from batchferry.domain.errors import ConfigError
+from batchferry.domain.yamltext import YamlFault, parse_yaml
 
 CONFIG_VARIABLE = "BATCHFERRY_CONFIG"
 _MAX_FILE_BYTES = 1_000_000
@@ -155,20 +156,15 @@ def _yaml_layer(path: Path, faults: list[str]) -> _Layer:
     except (OSError, UnicodeDecodeError) as error:
         faults.append(f"{path}: the settings file cannot be read ({_why(error)}); correct the path or the file")
         return _Layer({})
-    loader = yaml.SafeLoader(text)
     try:
-        node = loader.get_single_node()
-        if node is None:
-            return _Layer({})
-        places = dict(_yaml_places(node, (), path, faults))
-        data = loader.construct_document(node)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1} column {mark.column + 1}" if mark is not None else ""
-        faults.append(f"{path}{where}: not YAML ({getattr(error, 'problem', None) or 'unreadable'}); correct it")
+        node, data = parse_yaml(text)
+    except YamlFault as fault:
+        where = "" if fault.line is None else f" line {fault.line} column {fault.column}"
+        faults.append(f"{path}{where}: not YAML ({fault.problem}); correct it")
         return _Layer({})
-    finally:
-        loader.dispose()
+    if node is None:
+        return _Layer({})
+    places = dict(_yaml_places(node, (), path, faults))
     if not isinstance(data, dict):
         faults.append(f"{path}: a settings file is a mapping of names to values; see the example")
         return _Layer({})
@@ -287,6 +283,9 @@ def _account_layer(layers: list[_Layer], variables: Mapping[str, str], faults: l
                 f" in {profile.base_url}"
             )
         known = profile.settings() | {"profile": str(wanted)}
+        lane = account.get("sync")
+        if profile.batch_chat is not None and isinstance(lane, dict) and lane.get("batch_chat") not in (None, False):
+            known["sync"] = known.get("sync", {}) | {"call_timeout_s": profile.batch_chat.hold_s}
         made.data.setdefault("accounts", {})[name] = known
         for key in known:
             made.places["accounts", name, key] = f"profile {profile.name}"
@@ -353,8 +352,9 @@ def _secret_in(path: Path, setting: str, faults: list[str]) -> str:
     try:
         with path.open("rb") as stream:
             raw = stream.read(_MAX_SECRET_BYTES + 1)
-        text = raw.decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
+        # An editor's byte order mark is no part of a secret, and nobody sees it.
+        text = raw.decode("utf-8-sig").strip()
+    except (OSError, ValueError) as error:
         faults.append(f"{setting}: the file cannot be read ({_why(error)}); correct the path or its rights")
         return _PLACEHOLDER
     if not text or len(raw) > _MAX_SECRET_BYTES:

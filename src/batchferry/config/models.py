@@ -242,7 +242,8 @@ class SyncSettings(_Section):
     """Whether rows may go through it at all. Off: a deadline that no batch can keep is announced and missed."""
     batch_chat: bool = False
     """The lane calls the provider's batch-chat endpoint: the price of a batch, for a connection that is held until the
-    answer is there. Only with a profile that has one; allow ``call_timeout_s`` up to 3600."""
+    answer is there. Only with a profile that has one, which then says how long (``call_timeout_s``): a call that is let
+    go before may have run all the same."""
     max_concurrency: Positive = 16
     """Calls at one time and replica, at most; it adapts downwards to what the provider takes."""
     call_timeout_s: Annotated[Seconds, Field(ge=1, le=3600)] = 600.0
@@ -535,7 +536,7 @@ class MaskSettings(_Section):
     file."""
     key_file: Path | None = None
     """File that holds the key."""
-    max_body_bytes: Bytes = 1_000_000
+    max_body_bytes: Bytes = 256_000
     """A larger body is refused: dense ones take seconds, and nothing else happens meanwhile."""
 
 

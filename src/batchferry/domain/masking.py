@@ -37,6 +37,11 @@ UNCOUNTED = "other"
 """Under this name one is counted for a body that a masker changed without saying how often."""
 MIN_KEY_BYTES = 16
 """A shorter key could be guessed, and with it every number of ten digits be tried."""
+MAX_ROUNDS = 3
+"""A large request is looked through so often, since what was masked may uncover more. Prose needs two; only numbers
+that are strung together without anything between them need one for each: the time would grow with their square."""
+MAX_AGAIN_CHARS = 200_000
+"""Further rounds are made while all of them together look at no more than this: some two seconds of work."""
 HASH_CHARS = 12
 """Of a keyed placeholder: 48 bits, so that among a million people two share one with a chance of 1 in 500."""
 
@@ -81,6 +86,8 @@ class MaskFault(StrEnum):
     """The masker raised, or gave something that is no bytes."""
     UNLAWFUL_BODY = "unlawful_body"
     """What it gave is not one JSON object on one line in UTF-8."""
+    TOO_TANGLED = "too_tangled"
+    """Numbers so strung together that masking one uncovers the next, again and again."""
     OTHER_REQUEST = "other_request"
     """What it gave asks for another model, or for a stream."""
 
@@ -124,6 +131,10 @@ def load_masker(name: str, *, rules: frozenset[Rule] | None = None, hash_key: by
     return masker
 
 
+class _TooTangled(ValueError):
+    """``MAX_ROUNDS`` were not enough, and the request is too large for more."""
+
+
 class _Request(msgspec.Struct, gc=False):
     model: Any = None
     stream: Any = None
@@ -150,6 +161,8 @@ def mask_body(masker: Masker, body: bytes, endpoint: str) -> Masked | MaskFault 
             masked = None if found is None else Masked(bytes(memoryview(found)), {UNCOUNTED: 1})
         if masked is None or masked.body == body:
             return None
+    except _TooTangled:
+        return MaskFault.TOO_TANGLED
     except Exception:  # noqa: BLE001 - foreign code: one request it cannot mask must not stop the others
         return MaskFault.MASKER_FAILED
     if type(masker) is StockMasker:
@@ -200,17 +213,22 @@ class StockMasker:
         """See ``CountingMasker``.
 
         Raises:
-            ValueError: the body is no JSON.
+            ValueError: the body is no JSON, or needs too many rounds.
         """
         if Rule.IP not in self._rules and not _is_worth_a_walk(body):
             return None
         document = body.decode()
         names = _Names(self._hash_key)
         walk = _Walk(self._rules, names)
+        rounds = looked_at_chars = 0
         while edits := walk.edits(document, _Mode.ROOT):
             document = _spliced(document, edits)
             if not walk.may_hold_more:
                 break
+            rounds += 1
+            looked_at_chars += len(document)
+            if rounds >= MAX_ROUNDS and looked_at_chars > MAX_AGAIN_CHARS:
+                raise _TooTangled
         return Masked(document.encode(), dict(names.counts)) if names.counts else None
 
 
@@ -297,7 +315,8 @@ _CONTENT: Mapping[str, _Mode] = {
         (
             "content", "text", "parts", "messages", "prompt", "refusal", "output", "summary", "title", "context",
             "citations", "cited_text", "reasoning_content", "tool_calls", "function", "custom", "function_call",
-            "functionCall", "functionResponse", "function_response",
+            "functionCall", "functionResponse", "function_response", "stdout", "stderr", "code", "logs", "outputs",
+            "results", "executableCode", "executable_code", "codeExecutionResult", "code_execution_result",
         ),
         _Mode.CONTENT,
     ),

@@ -123,6 +123,14 @@ def _before(text: str, start: int) -> str:
     return text[max(0, start - _CONTEXT_CHARS) : start]
 
 
+_LETTER_BEFORE = re.compile(r"[^\W\d_]")
+
+
+def _is_said(words: re.Pattern[str], before: str) -> bool:
+    """Whether one of the words stands before a number; looked for only where there are letters: tables have none."""
+    return _LETTER_BEFORE.search(before) is not None and words.search(before) is not None
+
+
 def _date_exists(year: int, month: int, day: int) -> bool:
     try:
         date(year, month, day)
@@ -544,8 +552,10 @@ def _id_at(text: str, start: int, head: int, *, is_fresh: bool) -> Iterator[Foun
         match = kind.shape.match(text, first) if first >= 0 else None
         if match is None:
             continue
+        if kind.words is not None and not _is_said(kind.words, _before(text, first)):
+            continue
         value = _alnum(match.group())
-        if kind.is_right(value) and (kind.words is None or kind.words.search(_before(text, first))):
+        if kind.is_right(value):
             yield Found(Rule.NATIONAL_ID, first, match.end(), f"{kind.country}{value}")
 
 
@@ -648,7 +658,7 @@ def _phone_ways(text: str, start: int, head: int, *, is_fresh: bool, may_be_said
                 yield start, _PAIRS, _shaped_end
         if may_be_said:
             first = start - is_opened
-            if _SAID_SO.search(_before(text, first)):
+            if _is_said(_SAID_SO, _before(text, first)):
                 yield first, _LOOSE, _said_so_end
 
 
@@ -673,13 +683,14 @@ def _international_end(text: str, match: re.Match[str]) -> int | None:
         before = _before(text, match.start())
         if len(digits) < 10:
             return None
-        if _SAID_SO.search(before) or (_has_groups(text[match.start() : end]) and _OTHER_NUMBER.search(before) is None):
+        has_groups = _has_groups(text[match.start() : end])
+        if _is_said(_SAID_SO, before) or (has_groups and not _is_said(_OTHER_NUMBER, before)):
             return end
     return None
 
 
 def _shaped_end(text: str, match: re.Match[str]) -> int | None:
-    return None if _OTHER_NUMBER.search(_before(text, match.start())) else match.end()
+    return None if _is_said(_OTHER_NUMBER, _before(text, match.start())) else match.end()
 
 
 def _area_end(text: str, match: re.Match[str]) -> int | None:
@@ -698,7 +709,7 @@ def _trunk_end(text: str, match: re.Match[str]) -> int | None:
 
 
 def _national_ends(text: str, match: re.Match[str]) -> Iterator[tuple[int, list[str]]]:
-    if _OTHER_NUMBER.search(_before(text, match.start())):
+    if _is_said(_OTHER_NUMBER, _before(text, match.start())):
         return
     for end in _ends(text, match):
         groups = _groups(text[match.start() : end])
@@ -707,7 +718,7 @@ def _national_ends(text: str, match: re.Match[str]) -> Iterator[tuple[int, list[
 
 
 def _said_so_end(text: str, match: re.Match[str]) -> int | None:
-    if _OTHER_NUMBER.search(_before(text, match.start())):
+    if _is_said(_OTHER_NUMBER, _before(text, match.start())):
         return None
     for end in _ends(text, match):
         groups = _groups(text[match.start() : end])

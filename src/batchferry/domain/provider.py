@@ -55,7 +55,7 @@ class LineError:
     """One entry of a failed batch's error list; ``line`` is 1-based, None when the file as a whole is meant."""
 
     code: str
-    message: str = ""
+    message: str = field(default="", repr=False)
     param: str | None = None
     line: int | None = None
 

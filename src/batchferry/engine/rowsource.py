@@ -41,7 +41,7 @@ class Masking:
     """How personal data is kept out of what is written and sent."""
 
     masker: Masker | None = None
-    max_body_bytes: int = 1_000_000
+    max_body_bytes: int = 256_000
 
 
 NO_MASKING = Masking()

@@ -21,21 +21,23 @@ MAX_CONNECTIONS = 200
 MAX_HEAD_BYTES = 64 * 1024
 """Of one request: all that is not its body. The parser itself knows no bound."""
 HEAD_LIMIT_S = 20.0
-"""A client that sends the head of its request more slowly is let go."""
+"""A client that sends the head of its request more slowly is let go,"""
+BODY_LIMIT_S = 20.0
+"""and one that sends the rest more slowly, even when it has its answer: the connection would be held for ever."""
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """uvicorn's quick HTTP/1.1, for whoever connects: heads have an end, in bytes and in seconds."""
+    """uvicorn's quick HTTP/1.1, for whoever connects: heads end, in bytes and in seconds, and bodies in seconds."""
 
     _head_bytes = 0
-    _head_timer: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn narrows it
         super().connection_made(transport)
-        self._await_head()
+        self._await(HEAD_LIMIT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_came()
+        self._has_come()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -46,11 +48,11 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        if self._head_timer is None:
-            self._await_head()
+        if self._timer is None:
+            self._await(HEAD_LIMIT_S)
 
     def on_headers_complete(self) -> None:
-        self._head_came()
+        self._await(BODY_LIMIT_S)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -59,15 +61,18 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._head_bytes = 0
+        self._has_come()
         super().on_message_complete()
 
-    def _await_head(self) -> None:
-        self._head_timer = self.loop.call_later(HEAD_LIMIT_S, self.transport.close)
+    def _await(self, limit_s: float) -> None:
+        """The next part of a request must be there within so long."""
+        self._has_come()
+        self._timer = self.loop.call_later(limit_s, self.transport.close)
 
-    def _head_came(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _has_come(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class _Server(uvicorn.Server):

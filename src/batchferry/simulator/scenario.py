@@ -15,15 +15,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
 from batchferry.domain.errors import ConfigError
+from batchferry.domain.yamltext import YamlFault, parse_yaml
 from batchferry.simulator.anthropic_script import AnthropicScript
 from batchferry.simulator.faults import FaultRule
 from batchferry.simulator.surfaces import SURFACES, SurfaceName, not_played
 
 DAY_S = 86_400
+MAX_FILE_BYTES = 1 << 20
+"""A larger file is no scenario."""
 MIN_WEBHOOK_KEY_BYTES = 24
 """The least that Standard Webhooks allow."""
 
@@ -450,8 +452,8 @@ def with_webhooks(scenario: Scenario, url: str | None, secret_file: Path | None)
         given["url"] = url
     if secret_file is not None:
         try:
-            given["secret"] = secret_file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
+            given["secret"] = secret_file.read_text(encoding="utf-8-sig").strip()
+        except (OSError, ValueError) as error:
             raise ConfigError(
                 [f"webhook secret file {secret_file}: cannot be read ({type(error).__name__}): give a readable file"]
             ) from error
@@ -476,13 +478,18 @@ def load_scenario(path: Path) -> Scenario:
         ConfigError: the file cannot be read or breaks the scenario's rules; every fault is listed.
     """
     try:
-        data: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open("rb") as stream:
+            raw = stream.read(MAX_FILE_BYTES + 1)
+        if len(raw) > MAX_FILE_BYTES:
+            raise ConfigError([f"scenario {path}: is larger than {MAX_FILE_BYTES} bytes: give a scenario"])
+        _, data = parse_yaml(raw.decode("utf-8-sig"))
+    except (OSError, ValueError) as error:
         raise ConfigError(
             [f"scenario {path}: cannot be read ({type(error).__name__}): give a readable file"]
         ) from error
-    except yaml.YAMLError as error:
-        raise ConfigError([f"scenario {path}: not YAML or JSON: mend the file"]) from error
+    except YamlFault as fault:
+        where = "" if fault.line is None else f" in line {fault.line}"
+        raise ConfigError([f"scenario {path}: not YAML or JSON{where} ({fault.problem}): mend the file"]) from None
     try:
         scenario = Scenario.model_validate(data if data is not None else {})
     except ValidationError as error:

@@ -28,6 +28,16 @@ def test_an_account_has_prices_of_its_own() -> None:
     assert load({"accounts.default.price_provider": ""}).accounts["default"].price_list == ""
 
 
+def test_a_batch_chat_call_is_held_as_long_as_its_profile_says() -> None:
+    """An answer may take the provider an hour: a call that is let go before has run, and would be paid again."""
+    chat = {"profile": "dashscope", "api_key": "k", "sync": {"batch_chat": True}}
+    assert load({"accounts.default": chat}).accounts["default"].sync.call_timeout_s == 3_600
+    own = chat | {"sync": {"batch_chat": True, "call_timeout_s": "20m"}}
+    assert load({"accounts.default": own}).accounts["default"].sync.call_timeout_s == 1_200
+    plain = chat | {"sync": {"batch_chat": False}}
+    assert load({"accounts.default": plain}).accounts["default"].sync.call_timeout_s == 600
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -47,6 +57,18 @@ def test_what_cannot_be_is_refused(given: dict[str, Any], said: str) -> None:
         load(given)
     assert said in str(caught.value)
     assert "short\n" not in str(caught.value)
+
+
+def test_an_archive_is_never_wiped_under_another_name(tmp_path: Path) -> None:
+    """Steps upwards and links that lead into the state folder are seen through: it is wiped at every start."""
+    state = tmp_path / "state"
+    (state / "kept").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(state / "kept")
+    for folder in (tmp_path / "x" / ".." / "state" / "kept", tmp_path / "link", state / "." / "kept"):
+        with pytest.raises(ConfigError, match="is inside state_dir"):
+            load({"state_dir": str(state), "archive.folder": str(folder)})
+    beside = load({"state_dir": str(state), "archive.folder": str(tmp_path / "x" / ".." / "kept")})
+    assert beside.archive.folder is not None
 
 
 def test_a_route_without_windows_needs_no_time_for_them(tmp_path: Path) -> None:

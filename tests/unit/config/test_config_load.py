@@ -206,6 +206,31 @@ def test_secrets_from_files_and_never_shown(tmp_path: Path):
     assert "sk-from-a-file" not in repr(settings) + settings.model_dump_json()
 
 
+@pytest.mark.parametrize("written", ["whsec_{0}\n", "\ufeffwhsec_{0}", "\r\n\r\nwhsec_{0}\r\n\r\n", "whsec_{0}\n\n\n"])
+def test_what_editors_put_around_a_secret_is_no_part_of_it(tmp_path: Path, written: str):
+    """A byte order mark, blank lines and either kind of line end: the secret alone is taken, and it is one."""
+    encoded = "c2VjcmV0LXNlY3JldC1zZWNyZXQ="
+    (tmp_path / "hook").write_bytes(written.format(encoded).encode())
+    settings = load(tmp_path, f"accounts: {{default: {{webhook_secret_file: {tmp_path / 'hook'}}}}}")
+    assert settings.accounts["default"].webhook_secrets == (f"whsec_{encoded}",)
+
+
+def test_a_path_that_is_none_is_a_fault(tmp_path: Path):
+    """A NUL in the name of a file is told like any file that cannot be read."""
+    (only,) = faults(tmp_path, 'accounts: {default: {webhook_secret_file: "a\\0b"}}')
+    assert only.startswith("accounts.default.webhook_secret_file: the file cannot be read")
+    (only,) = faults(tmp_path, 'accounts: {default: {profile: "a\\0b.yaml"}}')
+    assert "cannot be read" in only
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, "a: &a [*a]", "kafka: 2026-99-99", "kafka: !!int x", "kafka: \x01"])
+def test_hostile_yaml_is_one_fault(tmp_path: Path, text: str):
+    """A file that the library stumbles over is refused with its path, whatever it stumbled over."""
+    (only,) = faults(tmp_path, text)
+    assert str(tmp_path / "settings.yaml") in only
+    assert "not YAML" in only
+
+
 def test_faults_of_every_kind_are_told_at_once(tmp_path: Path):
     """Unknown names, wrong types, bad units and settings that do not fit together come in one list."""
     found = faults(

@@ -440,3 +440,48 @@ def test_a_masker_that_cannot_be_used_is_a_fault_of_the_settings(
     monkeypatch.setattr(masking, "entry_points", lambda group: here)
     with pytest.raises(ConfigError, match=words):
         load_masker(name, **options)
+
+
+@pytest.mark.parametrize("number", ["+49 89 1234567", "(415) 555-2671"])
+def test_numbers_strung_together_are_masked_or_refused(number: str):
+    """Where masking one uncovers the next, few are all masked; a request too large for so many rounds is refused."""
+    assert masked_text(number * 7) == "<phone-1>" * 7
+    body = json.dumps({"messages": [{"role": "user", "content": number * 200}]}).encode()
+    walks: list[int] = []
+
+    class Counted(masking._Walk):
+        def edits(self, document, mode):
+            walks.append(len(document))
+            return super().edits(document, mode)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masking, "_Walk", Counted)
+        patch.setattr(masking, "MAX_AGAIN_CHARS", 20_000)
+        assert mask_body(stock, body, CHAT) is MaskFault.TOO_TANGLED
+    assert sum(walks) < 30_000
+
+
+def test_what_tools_wrote_is_looked_at():
+    """Output of code that a model had run, in the forms of the three APIs that have it, and results of searches."""
+    told = masked_body(
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "code_execution_tool_result",
+                            "content": {"stdout": "jane@x.com", "stderr": "jane@x.com", "return_code": 0},
+                        }
+                    ],
+                }
+            ],
+            "input": [
+                {"type": "code_interpreter_call", "code": "mail('jane@x.com')", "outputs": [{"logs": "jane@x.com"}]},
+                {"type": "file_search_call", "results": [{"text": "jane@x.com", "file_id": "file-jane@x.com"}]},
+            ],
+            "contents": [{"parts": [{"codeExecutionResult": {"outcome": "OUTCOME_OK", "output": "jane@x.com"}}]}],
+        }
+    )
+    assert json.dumps(told).count("<email-1>") == 6
+    assert told["input"][1]["results"][0]["file_id"] == "file-jane@x.com"

@@ -91,6 +91,19 @@ def test_money_before_the_batch_price_starts():
     assert (_usd(price)[0], price.basis) == ("0.000225", PriceBasis.ASSUMED_DISCOUNT)
 
 
+def test_money_discounts_that_do_not_add_up():
+    """Gemini sells cached tokens at one price, in a batch or outside; everything else of the row is halved."""
+    fresh, cached = (
+        price_row("gemini", "gemini-2.0-flash", Usage(1_000_000, 0, found), WHEN, batch=True)
+        for found in (0, 1_000_000)
+    )
+    assert fresh is not None
+    assert cached is not None
+    assert fresh.picodollars * 2 == fresh.list_picodollars
+    assert cached.picodollars == cached.list_picodollars
+    assert cached.basis is PriceBasis.ASSUMED_DISCOUNT
+
+
 def test_money_tiers_by_row():
     """A long call is dearer from its first token on; two short calls are not one long call."""
     short = price_row("openai", "gpt-6-luna", Usage(200_000, 10), WHEN, batch=True)

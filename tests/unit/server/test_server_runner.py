@@ -9,7 +9,7 @@ import signal
 import httpx
 import pytest
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
@@ -136,5 +136,47 @@ async def test_a_slow_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
             assert await read_to_the_end(server.address, b"") == b""
             go_on.set()
             assert (await asking).text == "hello"
+    finally:
+        await server.stop()
+
+
+@pytest.mark.parametrize("first", [b"GET /none HTTP/1.1\r\nhost: x\r\n", b"POST / HTTP/1.1\r\nhost: x\r\n"])
+async def test_a_body_without_end_is_not_waited_for(first: bytes, monkeypatch: pytest.MonkeyPatch):
+    """Whoever goes on sending a body, before or after the answer, does not keep the connection by it."""
+    monkeypatch.setattr(runner, "BODY_LIMIT_S", 0.3)
+
+    async def swallow(request: Request) -> Response:
+        with contextlib.suppress(ClientDisconnect):
+            await request.body()
+        return PlainTextResponse("hello")
+
+    server = AdminServer("127.0.0.1", 0, Starlette(routes=[Route("/", swallow, methods=["POST"])]))
+    await server.start()
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(first + b"content-length: 1000000000\r\n\r\n")
+
+        async def trickle() -> None:
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    writer.write(b"x")
+                    await writer.drain()
+                    await asyncio.sleep(0.02)
+
+        trickling = asyncio.create_task(trickle())
+        try:
+            async with asyncio.timeout(10):
+                with contextlib.suppress(ConnectionError):
+                    while await reader.read(1000):
+                        pass
+        finally:
+            trickling.cancel()
+            await asyncio.wait({trickling})
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+        async with httpx.AsyncClient() as client:
+            assert (await client.post(server.address, content=b"x" * 1_000_000)).text == "hello"
+            assert (await client.post(server.address, content=b"y")).text == "hello"
     finally:
         await server.stop()

@@ -453,6 +453,17 @@ def test_a_webhook_secret_that_is_none_is_refused(secret: str) -> None:
     assert secret not in str(refused.value) or secret == "whsec_"
 
 
+@pytest.mark.parametrize("text", ["[" * 5000, "rows: &a [*a]", "title: 2026-99-99", "title: !!int x", "# " * (1 << 20)])
+def test_a_hostile_scenario_file_is_one_fault(tmp_path: Path, text: str) -> None:
+    """Too deep, too large, in itself, or with values that do not fit their form: told with the file's name."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        load_scenario(path)
+    (only,) = refused.value.faults
+    assert only.startswith(f"scenario {path}: ")
+
+
 # ------------------------------------------------------------------------------------------------- faults
 
 
