@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import yaml
 from cli_kit import Ran, Run, chat_line, settings_file
 
 from batchferry.cli.exits import Exit
@@ -80,6 +82,25 @@ def test_produce_reads_a_pipe_and_goes_on_at_a_line(cli: Run, config: Path, monk
         monkeypatch.setattr("sys.stdin", stdin)
         ran = cli("produce", "-", "--config", config, "--from-line", 4)
     assert ran.json["sent"] == 7
+
+
+@pytest.mark.real_broker
+def test_a_timestamp_that_the_broker_refuses_is_told_for_what_it_is(cli: Run, config: Path, tmp_path: Path) -> None:
+    """A rehearsal's clock that runs ahead of the broker's: the remedy is another timestamp, not another cluster."""
+    path = _file(tmp_path, chat_line("tomorrow"))
+    ahead = (datetime.now(UTC) + timedelta(days=1)).isoformat()
+    ran = cli("produce", path, "--config", config, "--timestamps", ahead)
+    assert ran.code == Exit.FAILED
+    assert "INVALID_TIMESTAMP" in ran.err
+    assert "--timestamps" in ran.err
+    assert "bootstrap_servers" not in ran.err
+    settings = {
+        **yaml.safe_load(config.read_text()),
+        "clock": {"origin": ahead, "started": datetime.now(UTC).isoformat()},
+    }
+    ran = cli("produce", path, "--config", settings_file(tmp_path, settings))
+    assert "clock.origin" in ran.err
+    assert cli("produce", path, "--config", config, "--timestamps", datetime.now(UTC).isoformat()).json["sent"] == 1
 
 
 def test_a_bom_is_warned_of_and_utf_16_refused(cli: Run, config: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from batchferry.cli import (
 )
 from batchferry.cli.console import complain
 from batchferry.cli.exits import Exit, epilog
-from batchferry.domain.errors import BatchferryError, ConfigError, GateRefused, KafkaUnavailable
+from batchferry.domain.errors import BatchferryError, ConfigError, GateRefused, KafkaRefused, KafkaUnavailable
 
 cli = typer.Typer(
     name="batchferry",
@@ -105,6 +105,9 @@ def call(arguments: list[str] | None = None) -> int:
     except GateRefused as error:
         complain("a start-up check refuses:", *error.findings)
         return Exit.REFUSED
+    except KafkaRefused as error:  # it is up and was reached: what helps stands in the error
+        complain(f"Kafka refuses: {error}")
+        return Exit.FAILED
     except KafkaUnavailable as error:
         complain(
             f"Kafka cannot be used: {error}",

@@ -28,7 +28,7 @@ from batchferry.cli.lines import (
     refusal,
 )
 from batchferry.cli.options import ConfigOption, JsonOption, load
-from batchferry.domain.errors import KafkaUnavailable
+from batchferry.domain.errors import KafkaUnavailable, TimestampRefused
 from batchferry.domain.requests import BadRecord, RequestRules, parse_request
 from batchferry.domain.times import parse_duration_s
 from batchferry.ports import Headers, OutRecord
@@ -178,6 +178,7 @@ class _Sender:
 
         Raises:
             KafkaUnavailable: saying how far it surely came.
+            TimestampRefused: the same of records that the broker finds too far from its clock, with a remedy.
         """
         now_ms = self._at_ms if self._at_ms is not None else round(self._clock.now().timestamp() * 1000)
         records: list[OutRecord] = []
@@ -197,8 +198,13 @@ class _Sender:
             size_bytes += line.bytes
         try:
             await self._producer.send(records)
+        except TimestampRefused as error:
+            remedy = "give --timestamps an instant nearer to it"
+            if self._at_ms is None:
+                remedy += ", or let clock.origin of the settings begin further in the past"
+            raise TimestampRefused(f"{error}; lines up to {tally.last_line} are sent; {remedy}") from error
         except KafkaUnavailable as error:
-            raise KafkaUnavailable(
+            raise type(error)(
                 f"{error}; lines up to {tally.last_line} are sent, lines {lines[0].number} to {lines[-1].number} may"
                 f" be: go on with --from-line {tally.last_line + 1} (the service answers a repeated request once)"
             ) from error

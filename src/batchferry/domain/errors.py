@@ -62,6 +62,10 @@ class KafkaRefused(KafkaUnavailable):
     """The Kafka cluster answered, and does not let us do it: trying again does not help."""
 
 
+class TimestampRefused(KafkaRefused):
+    """The broker takes no record whose timestamp is so far from its own clock."""
+
+
 class LedgerTooNew(BatchferryError):
     """The ledger of this partition demands a newer batchferry."""
 

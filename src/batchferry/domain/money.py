@@ -40,6 +40,8 @@ PROVIDER_IDS = {"gemini": "google", "vertex": "google", "xai": "x-ai", "azure_op
 HALF_PRICE_PROVIDERS = frozenset({"openai", "azure", "anthropic", "google", "mistral", "groq"})
 """Providers whose documentation gives half price for every model in a batch. xAI's discount differs by model."""
 HALF_PRICE = Fraction(1, 2)
+CACHE_AT_LIST_PROVIDERS = frozenset({"google"})
+"""Where the two discounts do not add up: cached tokens cost the same in a batch and outside (ai.google.dev, Batch)."""
 _FREE_MODELS = frozenset({"moderation"})
 """Models without a price because they are free: OpenAI's moderation models."""
 
@@ -225,7 +227,10 @@ def _tariff(
     if share is None and provider_id in HALF_PRICE_PROVIDERS:
         share = HALF_PRICE
     if assume_discount and share is not None:
-        return _Tariff(tuple(_shared(rates, share) for rates in listed), listed, PriceBasis.ASSUMED_DISCOUNT)
+        paid = [_shared(rates, share) for rates in listed]
+        if provider_id in CACHE_AT_LIST_PROVIDERS:
+            paid = [one._replace(cached=rates.cached) for one, rates in zip(paid, listed, strict=True)]
+        return _Tariff(tuple(paid), listed, PriceBasis.ASSUMED_DISCOUNT)
     return None
 
 

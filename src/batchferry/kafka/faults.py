@@ -18,6 +18,7 @@ from aiokafka.errors import (
     GroupAuthorizationFailedError,
     IllegalOperation,
     InvalidProducerEpoch,
+    InvalidTimestampError,
     KafkaConnectionError,
     KafkaError,
     ProducerFenced,
@@ -25,7 +26,7 @@ from aiokafka.errors import (
     TransactionalIdAuthorizationFailed,
 )
 
-from batchferry.domain.errors import KafkaRefused, KafkaUnavailable
+from batchferry.domain.errors import KafkaRefused, KafkaUnavailable, TimestampRefused
 
 PRODUCER_FENCED: Final = 90
 
@@ -117,10 +118,11 @@ def is_fenced(error: BaseException | None) -> bool:
 def unavailable(doing: str, error: BaseException, *, target: str = "") -> KafkaUnavailable:
     """``KafkaUnavailable`` that says what was tried, on what, why it failed and what may help.
 
-    It is a ``KafkaRefused`` when the cluster's answer was that we have no right to do it.
+    It is a ``KafkaRefused`` when the cluster's answer was that we have no right to do it, a ``TimestampRefused`` when
+    it was that records are dated too far from its clock.
     """
     remedy = ""
-    kind = KafkaUnavailable
+    kind: type[KafkaUnavailable] = KafkaUnavailable
     if isinstance(
         error,
         TopicAuthorizationFailedError
@@ -130,6 +132,12 @@ def unavailable(doing: str, error: BaseException, *, target: str = "") -> KafkaU
     ):
         kind = KafkaRefused
         remedy = "; grant this client's principal the right in the cluster's ACLs"
+    elif isinstance(error, InvalidTimestampError):
+        kind = TimestampRefused
+        remedy = (
+            "; the records are dated too far from the broker's clock (Kafka takes an hour ahead, unless the topic's"
+            " message.timestamp.after.max.ms says otherwise)"
+        )
     elif isinstance(error, KafkaConnectionError | TimeoutError | OSError):
         remedy = "; is the cluster up, and are the bootstrap servers right?"
     where = f" {target}" if target else ""

@@ -9,6 +9,7 @@ import pytest
 from aiokafka.errors import (
     BrokerResponseError,
     InvalidProducerEpoch,
+    InvalidTimestampError,
     KafkaConnectionError,
     KafkaError,
     ProducerFenced,
@@ -19,7 +20,7 @@ from aiokafka.partitioner import murmur2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchferry.domain.errors import ConfigError, KafkaUnavailable
+from batchferry.domain.errors import ConfigError, KafkaUnavailable, TimestampRefused
 from batchferry.domain.offsets import OffsetSet
 from batchferry.kafka import EmbeddedBroker, KafkaClientSettings
 from batchferry.kafka.embedded import answers
@@ -78,6 +79,10 @@ def test_unavailable_says_what_to_do() -> None:
     refused = str(unavailable("starting", TransactionalIdAuthorizationFailed("x")))
     assert "(53)" in refused
     assert "ACL" in refused
+    dated = unavailable("producing", InvalidTimestampError(), target="requests")
+    assert isinstance(dated, TimestampRefused)
+    assert "INVALID_TIMESTAMP (32)" in str(dated)
+    assert "broker's clock" in str(dated)
 
 
 def test_the_client_never_logs_requests() -> None:
