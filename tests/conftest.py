@@ -201,6 +201,7 @@ LONGEST_S = {
     "test_service_crashes": 190,
     "test_service_input_changes": 55,
     "test_service_scenarios": 55,
+    "test_service_accounts": 50,
     "test_chaos_short": 50,
     "test_cli_topics": 45,
     "test_cli_demo": 45,
