@@ -669,7 +669,7 @@ def delivery(body: dict[str, Any], delivery_id: str, timestamp: int) -> tuple[di
     return headers, raw
 
 
-HOOK_OUTCOMES = {"out_of_time": 1, "bad_signature": 1, "poked": 1, "duplicate": 1, "unknown_batch": 1, "no_effect": 0}
+HOOK_OUTCOMES = {"bad_signature": 1, "poked": 1, "duplicate": 1, "unknown_batch": 1, "no_effect": 0}
 
 
 async def test_b13_webhooks_are_believed_only_so_far(pier: Pier) -> None:
@@ -692,25 +692,38 @@ async def test_b13_webhooks_are_believed_only_so_far(pier: Pier) -> None:
             answer = await client.post(f"{pier.service.webhook_address}/webhooks/hooked", headers=headers, content=raw)
             return answer.status_code
 
-        # An hour passes in a second here: what is to be current is signed ahead, within the tolerance.
+        async def deliver_in_time(delivery_id: str) -> int:
+            """An hour passes in a second here: it is signed ahead, within the tolerance, and anew if it came too late."""
+            for _ in range(50):
+                status = await deliver(*delivery(event, delivery_id, round(pier.now.timestamp()) + 290))
+                if status != 400:
+                    return status
+            return 400
+
         now = round(pier.now.timestamp())
         assert await deliver(*delivery(event, "wh_test_1", now - 760_000_000)) == 400
-        headers, raw = delivery(event, "wh_test_2", round(pier.now.timestamp()) + 200)
-        assert await deliver(headers, raw.replace(b"batch.completed", b"batch.cancelled")) == 401
+        for _ in range(50):
+            headers, raw = delivery(event, "wh_test_2", round(pier.now.timestamp()) + 290)
+            status = await deliver(headers, raw.replace(b"batch.completed", b"batch.cancelled"))
+            if status != 400:
+                break
+        assert status == 401
         assert len(pier.provider.shown["b13"]) == looks
         assert pier.missing("b13") == pier.placed["b13"]
-        headers, raw = delivery(event, "wh_test_2", round(pier.now.timestamp()) + 200)
-        assert [await deliver(headers, raw) for _ in range(2)] == [200, 200]
+        assert [await deliver_in_time("wh_test_2") for _ in range(2)] == [200, 200]
         # Without the delivery it would be looked at when its window is over, a day later, which is 24 seconds here.
         all_fine(await pier.landed("b13", 15))
         await pier.until(lambda: not pier.supervisor.status()["batches"], "the batch at its end")
         looks = len(pier.provider.shown["b13"])
         # A new delivery about a batch that is over is no reason for anything.
-        assert await deliver(*delivery(event, "wh_test_3", round(pier.now.timestamp()) + 200)) == 200
+        assert await deliver_in_time("wh_test_3") == 200
     read = [control.decode(one.key or b"", one.value) for one in pier.heard.control]
     assert [one.provider_batch_id for one in read if isinstance(one, Poke)] == [life.batch.id]
     assert [one["outcome"] for one in pier.events("webhook_received")] == ["poked"]
-    counted = {name: pier.telemetry.total("webhooks_received", outcome=name) for name in HOOK_OUTCOMES}
+    counted = {
+        name: pier.telemetry.total("webhooks_received", outcome=name) for name in (*HOOK_OUTCOMES, "out_of_time")
+    }
+    assert counted.pop("out_of_time") >= 1
     assert counted == HOOK_OUTCOMES
     assert len(pier.provider.shown["b13"]) == looks
     assert sent(pier, "b13") == [["r1", "r2", "r3"]]
