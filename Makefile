@@ -39,11 +39,15 @@ WAITING := tests/acceptance tests/integration tests/chaos
 
 .PHONY: test
 test: $(STAMP) broker ## every test but the long ones (real broker where one can be had)
-	@# What waits for brokers and processes runs in two shares beside what computes; their output comes at the end.
-	@nice -n 10 $(BIN)/pytest -p no:cacheprovider $(COMPUTING) > .pytest-computing.log 2>&1 & computing=$$!; \
-	$(BIN)/pytest -p no:cacheprovider $(WAITING) --share 2/2 > .pytest-waiting.log 2>&1 & waiting=$$!; \
+	@# What waits for brokers and processes runs in two shares beside two of what computes, which give way to them; the
+	@# output of all but one comes at the end.
+	@run="$(BIN)/pytest -p no:cacheprovider"; \
+	nice -n 10 $$run $(COMPUTING) --share 1/2 > .pytest-computing-1.log 2>&1 & one=$$!; \
+	nice -n 10 $$run $(COMPUTING) --share 2/2 > .pytest-computing-2.log 2>&1 & two=$$!; \
+	$$run $(WAITING) --share 2/2 > .pytest-waiting.log 2>&1 & waiting=$$!; \
 	code=0; $(BIN)/pytest $(WAITING) --share 1/2 || code=1; \
-	wait $$waiting || code=1; wait $$computing || code=1; cat .pytest-waiting.log .pytest-computing.log; exit $$code
+	for share in $$waiting $$one $$two; do wait $$share || code=1; done; \
+	cat .pytest-waiting.log .pytest-computing-1.log .pytest-computing-2.log; exit $$code
 
 .PHONY: test-long
 test-long: $(STAMP) broker ## the tests that take long: rolling restarts, a provider away for two days, bounds met by real input

@@ -212,9 +212,16 @@ LONGEST_S = {
     "test_kafka_traps": 40,
     "test_behaviour_cases": 35,
     "test_ten_thousand_rows": 30,
+    "test_every_port": 55,
+    "test_every_adapter": 40,
+    "test_week": 35,
+    "test_machine_properties": 25,
+    "test_sim_short": 20,
+    "test_webhook_process": 20,
+    "test_scenarios": 20,
 }
 """About how long these files take, in seconds: shares are dealt by it. It need only be true enough to be fair."""
-OTHERS_S = 8
+OTHERS_S = 6
 
 
 def _share(files: Iterable[Path], number: int, shares: int) -> set[Path]:
