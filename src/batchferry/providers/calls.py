@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from random import Random
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -26,6 +26,7 @@ from batchferry.ports import Clock, UploadSource
 from batchferry.providers import failures, http
 from batchferry.providers.connection import Connection
 from batchferry.providers.retries import Call
+from batchferry.providers.shapes import NotOurShape, read_json
 
 _T = TypeVar("_T")
 
@@ -194,6 +195,29 @@ class HttpCalls:
             return Answer(response.status_code, response.headers, body)
         return self._refused(call, response, body, file_id)
 
+    async def _read(
+        self,
+        call: Call,
+        method: str,
+        path: str,
+        read: Callable[[Any], _T],
+        params: Mapping[str, str] | Sequence[tuple[str, str]] = (),
+    ) -> _T | Miss:
+        """One request, and what ``read`` makes of its answer; see ``read_answer``."""
+        answer = await self._exchange(call, method, path, params=params)
+        return answer if isinstance(answer, Miss) else read_answer(call, answer, read)
+
+    async def _ask(
+        self,
+        call: Call,
+        method: str,
+        path: str,
+        read: Callable[[Any], _T],
+        params: Mapping[str, str] | Sequence[tuple[str, str]] = (),
+    ) -> _T | CallFailed:
+        """The same, tried as often as the table says."""
+        return await self._patiently(lambda: self._read(call, method, path, read, params))
+
     def _refused(self, call: Call, response: httpx.Response, body: bytes, file_id: str | None = None) -> Miss:
         failure = self._refuse(call, response.status_code, response.headers, body, self._clock.now(), file_id)
         if (
@@ -266,15 +290,15 @@ class Form:
         self._head = head.encode()
         self._tail = end.encode()
         self._source = source
-        self._file_bytes = 0 if source is None else source.size_bytes
+        self.file_bytes = 0 if source is None else source.size_bytes
         self.content_type = f"multipart/form-data; boundary={boundary}"
-        self.size_bytes = len(self._head) + self._file_bytes + len(self._tail)
+        self.size_bytes = len(self._head) + self.file_bytes + len(self._tail)
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The whole body, from its beginning."""
         yield self._head
         if self._source is not None:
-            async for chunk in exactly(self._source, self._file_bytes):
+            async for chunk in exactly(self._source, self.file_bytes):
                 yield chunk
         yield self._tail
 
@@ -317,6 +341,14 @@ def path_segment(provider_id: str) -> str:
     An id of dots alone would be taken for a step upwards, and another address be called.
     """
     return quote(provider_id, safe="") if set(provider_id) != {"."} else provider_id.replace(".", "%2E")
+
+
+def read_answer(call: Call, answer: Answer, read: Callable[[Any], _T]) -> _T | Miss:
+    """What ``read`` makes of the answer's JSON; it raises ``NotOurShape`` for what is not that object."""
+    try:
+        return read(read_json(answer.body))
+    except NotOurShape:
+        return nonsense_answer(call, answer, "unreadable_answer")
 
 
 def nonsense_answer(call: Call, answer: Answer, code: str) -> Miss:

@@ -36,9 +36,8 @@ from batchferry.providers.anthropic.classes import classify_batch_error
 from batchferry.providers.anthropic.lines import read_line
 from batchferry.providers.anthropic.params import check_params
 from batchferry.providers.anthropic.synccall import sync_caller
-from batchferry.providers.calls import Answer, HttpCalls, Miss, nonsense_answer, path_segment
+from batchferry.providers.calls import HttpCalls, Miss, path_segment, read_answer
 from batchferry.providers.retries import Call
-from batchferry.providers.shapes import NotOurShape, read_json
 
 BATCHES = "/v1/messages/batches"
 
@@ -133,32 +132,26 @@ class AnthropicProvider(HttpCalls):
         )
         if isinstance(answer, Miss):
             return _create_failure(answer.failure, body)
-        batch = _read_batch(Call.CREATE, answer)
+        batch = read_answer(Call.CREATE, answer, wire.read_batch)
         return batch.failure if isinstance(batch, Miss) else batch
 
     async def retrieve(self, provider_batch_id: ProviderBatchId) -> BatchSnapshot | CallFailed:
         """The batch as it is now. ``NOT_FOUND`` comes and goes for minutes after a create, and means nothing then."""
-        return await self._batch_call(Call.RETRIEVE, "GET", f"{BATCHES}/{path_segment(provider_batch_id)}")
+        return await self._ask(Call.RETRIEVE, "GET", f"{BATCHES}/{path_segment(provider_batch_id)}", wire.read_batch)
 
     async def cancel(self, provider_batch_id: ProviderBatchId) -> BatchSnapshot | CallFailed:
         """Ask for the end of a batch. Asking twice, or when it has ended, is harmless."""
-        return await self._batch_call(Call.CANCEL, "POST", f"{BATCHES}/{path_segment(provider_batch_id)}/cancel")
+        return await self._ask(
+            Call.CANCEL, "POST", f"{BATCHES}/{path_segment(provider_batch_id)}/cancel", wire.read_batch
+        )
 
     async def list_batches(self, cursor: str | None = None) -> BatchPage | CallFailed:
         """A page of batches, newest first; ``cursor`` is the previous page's ``next_cursor``."""
         page_size = self.account.list_page_size
         params = {"limit": str(page_size)} | ({"after_id": cursor} if cursor else {})
-
-        async def attempt() -> BatchPage | Miss:
-            answer = await self._exchange(Call.LIST, "GET", BATCHES, params=params)
-            if isinstance(answer, Miss):
-                return answer
-            try:
-                return wire.read_batch_page(read_json(answer.body), cursor, page_size)
-            except NotOurShape:
-                return nonsense_answer(Call.LIST, answer, "unreadable_answer")
-
-        return await self._patiently(attempt)
+        return await self._ask(
+            Call.LIST, "GET", BATCHES, lambda value: wire.read_batch_page(value, cursor, page_size), params
+        )
 
     async def list_files(
         self,
@@ -233,15 +226,6 @@ class AnthropicProvider(HttpCalls):
         """What one entry of a failed batch's error list is about; batches do not fail as a whole here."""
         return classify_batch_error(error)
 
-    # ----------------------------------------------------------------------------------------- inside
-
-    async def _batch_call(self, call: Call, method: str, path: str) -> BatchSnapshot | CallFailed:
-        async def attempt() -> BatchSnapshot | Miss:
-            answer = await self._exchange(call, method, path)
-            return answer if isinstance(answer, Miss) else _read_batch(call, answer)
-
-        return await self._patiently(attempt)
-
 
 def _account_headers(account: AnthropicAccount) -> dict[str, str]:
     headers = {"anthropic-version": account.version}
@@ -261,10 +245,3 @@ def _create_failure(failure: CallFailed, body: wire.InlineBody) -> CallFailed:
     if failure.row is not None and failure.row >= body.rows:
         return replace(failure, row=None)  # nothing of ours has that number
     return failure
-
-
-def _read_batch(call: Call, answer: Answer) -> BatchSnapshot | Miss:
-    try:
-        return wire.read_batch(read_json(answer.body))
-    except NotOurShape:
-        return nonsense_answer(call, answer, "unreadable_answer")

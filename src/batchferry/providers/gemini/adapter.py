@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 from urllib.parse import quote
 
 import httpx
 import msgspec
 
 from batchferry.domain.batcherrors import BatchErrorKind
-from batchferry.domain.errors import InvariantBroken
 from batchferry.domain.ids import FileId, ProviderBatchId
 from batchferry.domain.provider import (
     BatchPage,
@@ -32,7 +32,8 @@ from batchferry.domain.provider import (
 )
 from batchferry.domain.rows import ResultLine, SyncAnswer, UnreadableLine
 from batchferry.ports import Clock, UploadSource
-from batchferry.providers.calls import Answer, HttpCalls, Miss, exactly, nonsense_answer
+from batchferry.providers.calls import Miss, exactly, nonsense_answer, read_answer
+from batchferry.providers.filecalls import FileCalls
 from batchferry.providers.gemini import errors, wire
 from batchferry.providers.gemini.account import GeminiAccount
 from batchferry.providers.gemini.classes import classify_batch
@@ -40,7 +41,6 @@ from batchferry.providers.gemini.lines import read_line
 from batchferry.providers.gemini.statuses import FILE_BROKEN, FILE_READY
 from batchferry.providers.gemini.synccall import NO_MODEL, GenerateCaller, judge
 from batchferry.providers.retries import Call
-from batchferry.providers.shapes import NotOurShape, read_json
 from batchferry.providers.synccall import SyncCaller
 
 MIME_TYPE = "application/jsonl"
@@ -49,7 +49,7 @@ _READY_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Pauses between looks at a file that is being processed; the last one again and again."""
 
 
-class GeminiProvider(HttpCalls):
+class GeminiProvider(FileCalls):
     """One account; safe for concurrent use within one event loop. ``close`` it when done.
 
     Args:
@@ -58,8 +58,6 @@ class GeminiProvider(HttpCalls):
         transport: stands in for the network, in tests.
         rng: source of the jitter.
     """
-
-    is_inline = False
 
     def __init__(
         self,
@@ -137,7 +135,7 @@ class GeminiProvider(HttpCalls):
                 return answer
             if answer.headers.get("x-goog-upload-status", "final").lower() != "final":
                 return nonsense_answer(Call.UPLOAD, answer, "upload_not_final")
-            read = self._read_file(answer)
+            read = read_answer(Call.UPLOAD, answer, wire.read_file)
             if isinstance(read, Miss):
                 return read
             uploaded, state = read
@@ -146,19 +144,6 @@ class GeminiProvider(HttpCalls):
             return await self._ready(replace(uploaded, size_bytes=size_bytes), state)
 
         return await self._patiently(attempt)
-
-    async def create_inline(
-        self,
-        source: UploadSource,  # noqa: ARG002 (never called)
-        endpoint: str,  # noqa: ARG002
-        model: str,  # noqa: ARG002
-    ) -> BatchSnapshot | CallFailed:
-        """Inline jobs may have 20 MB at most, so batches are made of files here: this is never to be called.
-
-        Raises:
-            InvariantBroken: always.
-        """
-        raise InvariantBroken(f"account {self.name} makes batches of files, not inline")
 
     async def create(
         self,
@@ -194,7 +179,7 @@ class GeminiProvider(HttpCalls):
         )
         if isinstance(answer, Miss):
             return answer.failure
-        made = self._read_batch(Call.CREATE, answer)
+        made = read_answer(Call.CREATE, answer, self._read_batch)
         return made.failure if isinstance(made, Miss) else made
 
     async def retrieve(self, provider_batch_id: ProviderBatchId) -> BatchSnapshot | CallFailed:
@@ -223,32 +208,20 @@ class GeminiProvider(HttpCalls):
     async def list_batches(self, cursor: str | None = None) -> BatchPage | CallFailed:
         """A page of batches; ``cursor`` is the previous page's ``next_cursor``."""
         params = _page(self.account.list_page_size, cursor)
-
-        async def attempt() -> BatchPage | Miss:
-            answer = await self._exchange(Call.LIST, "GET", f"{self._api}/batches", params=params)
-            if isinstance(answer, Miss):
-                return answer
-            try:
-                return wire.read_batch_page(read_json(answer.body), cursor, self.account.expires_after_s)
-            except NotOurShape:
-                return nonsense_answer(Call.LIST, answer, "unreadable_answer")
-
-        return await self._patiently(attempt)
+        return await self._ask(
+            Call.LIST,
+            "GET",
+            f"{self._api}/batches",
+            lambda value: wire.read_batch_page(value, cursor, self.account.expires_after_s),
+            params,
+        )
 
     async def list_files(self, role: FileRole, cursor: str | None = None) -> FilePage | CallFailed:
         """A page of the project's files of this role; it may be empty although more follow."""
         params = _page(self.account.file_page_size, cursor)
-
-        async def attempt() -> FilePage | Miss:
-            answer = await self._exchange(Call.LIST_FILES, "GET", f"{self._api}/files", params=params)
-            if isinstance(answer, Miss):
-                return answer
-            try:
-                return wire.read_file_page(read_json(answer.body), cursor, role)
-            except NotOurShape:
-                return nonsense_answer(Call.LIST_FILES, answer, "unreadable_answer")
-
-        return await self._patiently(attempt)
+        return await self._ask(
+            Call.LIST_FILES, "GET", f"{self._api}/files", lambda value: wire.read_file_page(value, cursor, role), params
+        )
 
     async def download(self, file_id: FileId, to: Path) -> DownloadedFile | CallFailed:
         """Fetch a result file to ``to`` (0600), each try from its beginning; ``to`` appears only when whole.
@@ -295,10 +268,6 @@ class GeminiProvider(HttpCalls):
         return await self._sync.call(body, timeout_s)
 
     # --------------------------------------------------------------------------------------- the lines
-
-    def check_request(self, endpoint: str, body: bytes) -> tuple[str, str] | None:  # noqa: ARG002 (the provider decides)
-        """None: what a batch refuses is known from its answer only."""
-        return None
 
     def render_line(self, url: str, body: bytes) -> bytes:  # noqa: ARG002 (the job names the model and the method)
         """The request line behind its ``key`` member, with the line feed; ``body`` goes in without its ``model``.
@@ -359,27 +328,17 @@ class GeminiProvider(HttpCalls):
                 break
             await self._clock.sleep(pause_s)
             looks += 1
-            answer = await self._exchange(Call.UPLOAD, "GET", f"{self._api}/{_resource('files', uploaded.file_id)}")
-            read = answer if isinstance(answer, Miss) else self._read_file(answer)
+            path = f"{self._api}/{_resource('files', uploaded.file_id)}"
+            read = await self._read(Call.UPLOAD, "GET", path, wire.read_file)
             # A look that fails says nothing about the file, which is uploaded.
             state = state if isinstance(read, Miss) else read[1]
         return uploaded
 
     async def _look(self, call: Call, provider_batch_id: ProviderBatchId) -> BatchSnapshot | Miss:
-        answer = await self._exchange(call, "GET", f"{self._api}/{_resource('batches', provider_batch_id)}")
-        return answer if isinstance(answer, Miss) else self._read_batch(call, answer)
+        return await self._read(call, "GET", f"{self._api}/{_resource('batches', provider_batch_id)}", self._read_batch)
 
-    def _read_batch(self, call: Call, answer: Answer) -> BatchSnapshot | Miss:
-        try:
-            return wire.read_batch(read_json(answer.body), self.account.expires_after_s)
-        except NotOurShape:
-            return nonsense_answer(call, answer, "unreadable_answer")
-
-    def _read_file(self, answer: Answer) -> tuple[UploadedFile, str] | Miss:
-        try:
-            return wire.read_file(read_json(answer.body))
-        except NotOurShape:
-            return nonsense_answer(Call.UPLOAD, answer, "unreadable_answer")
+    def _read_batch(self, value: Any) -> BatchSnapshot:
+        return wire.read_batch(value, self.account.expires_after_s)
 
 
 def _page(size: int, cursor: str | None) -> dict[str, str]:

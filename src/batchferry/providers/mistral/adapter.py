@@ -10,12 +10,12 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import httpx
 import msgspec
 
 from batchferry.domain.batcherrors import BatchErrorKind
-from batchferry.domain.errors import InvariantBroken
 from batchferry.domain.ids import FileId, ProviderBatchId
 from batchferry.domain.provider import (
     BatchPage,
@@ -30,7 +30,8 @@ from batchferry.domain.provider import (
 )
 from batchferry.domain.rows import ResultLine, SyncAnswer, UnreadableLine
 from batchferry.ports import Clock, UploadSource
-from batchferry.providers.calls import Answer, Form, HttpCalls, Miss, nonsense_answer, path_segment
+from batchferry.providers.calls import Form, Miss, path_segment, read_answer
+from batchferry.providers.filecalls import FileCalls, check_form_name
 from batchferry.providers.mistral import wire
 from batchferry.providers.mistral.account import MAX_TIMEOUT_HOURS, MistralAccount
 from batchferry.providers.mistral.classes import classify_batch_error
@@ -38,7 +39,6 @@ from batchferry.providers.mistral.errors import refused
 from batchferry.providers.mistral.lines import read_line
 from batchferry.providers.mistral.synccall import sync_caller
 from batchferry.providers.retries import Call
-from batchferry.providers.shapes import NotOurShape, read_json
 
 _PURPOSE = "batch"
 _WINDOW = re.compile(r"([1-9]\d{0,8})([smhd])", re.ASCII)
@@ -55,7 +55,7 @@ def timeout_hours(window: str) -> int | None:
     return hours if 1 <= hours <= MAX_TIMEOUT_HOURS else None
 
 
-class MistralProvider(HttpCalls):
+class MistralProvider(FileCalls):
     """One account; safe for concurrent use within one event loop. ``close`` it when done.
 
     Args:
@@ -64,8 +64,6 @@ class MistralProvider(HttpCalls):
         transport: stands in for the network, in tests.
         rng: source of the jitter.
     """
-
-    is_inline = False
 
     def __init__(
         self,
@@ -98,8 +96,7 @@ class MistralProvider(HttpCalls):
             ValueError: a file name the API would not take.
             InvariantBroken: the source gave another number of bytes than its size.
         """
-        if not file_name.endswith(".jsonl") or not file_name.isascii() or set(file_name) & set('"\\/\r\n\0'):
-            raise ValueError(f"file name {file_name!r} is not a plain ASCII name that ends in .jsonl")
+        check_form_name(file_name)
         size_bytes = source.size_bytes
         if size_bytes > self.account.max_upload_bytes:
             return CallFailed(Call.UPLOAD, CallFailure.REJECTED, code="file_too_large", is_definite=True)
@@ -108,39 +105,10 @@ class MistralProvider(HttpCalls):
             fields["expiry"] = str(-(-expires_after_s // self.account.file_expiry_unit_s))
         form = Form(fields, file_name, source)
 
-        async def attempt() -> UploadedFile | Miss:
-            answer = await self._exchange(
-                Call.UPLOAD,
-                "POST",
-                "/files",
-                content=form.chunks(),
-                headers={"content-type": form.content_type, "content-length": str(form.size_bytes)},
-                total_s=self.account.timeouts.upload_s,
-            )
-            if isinstance(answer, Miss):
-                return answer
-            try:
-                uploaded = wire.read_file(read_json(answer.body))
-            except NotOurShape:
-                return nonsense_answer(Call.UPLOAD, answer, "unreadable_answer")
-            if uploaded.size_bytes not in {0, size_bytes}:
-                return nonsense_answer(Call.UPLOAD, answer, "size_mismatch")
-            return UploadedFile(uploaded.file_id, size_bytes, uploaded.expires_at)
+        def read(value: Any) -> tuple[UploadedFile, None]:
+            return wire.read_file(value), None
 
-        return await self._patiently(attempt)
-
-    async def create_inline(
-        self,
-        source: UploadSource,  # noqa: ARG002 (never called)
-        endpoint: str,  # noqa: ARG002
-        model: str,  # noqa: ARG002
-    ) -> BatchSnapshot | CallFailed:
-        """Jobs are made of files here: this is never to be called.
-
-        Raises:
-            InvariantBroken: always.
-        """
-        raise InvariantBroken(f"account {self.name} makes batches of files, not inline")
+        return await self._patiently(lambda: self._send_form("/files", form, read))
 
     async def create(
         self,
@@ -173,16 +141,18 @@ class MistralProvider(HttpCalls):
             total_s=account.timeouts.create_s,
             file_id=file_id,
         )
-        job = answer if isinstance(answer, Miss) else _read_job(Call.CREATE, answer)
+        job = answer if isinstance(answer, Miss) else read_answer(Call.CREATE, answer, wire.read_job)
         return job.failure if isinstance(job, Miss) else job
 
     async def retrieve(self, provider_batch_id: ProviderBatchId) -> BatchSnapshot | CallFailed:
         """The job as it is now."""
-        return await self._job_call(Call.RETRIEVE, "GET", f"/batch/jobs/{path_segment(provider_batch_id)}")
+        return await self._ask(Call.RETRIEVE, "GET", f"/batch/jobs/{path_segment(provider_batch_id)}", wire.read_job)
 
     async def cancel(self, provider_batch_id: ProviderBatchId) -> BatchSnapshot | CallFailed:
         """Ask for the end of a job. Asking twice is harmless."""
-        return await self._job_call(Call.CANCEL, "POST", f"/batch/jobs/{path_segment(provider_batch_id)}/cancel")
+        return await self._ask(
+            Call.CANCEL, "POST", f"/batch/jobs/{path_segment(provider_batch_id)}/cancel", wire.read_job
+        )
 
     async def list_batches(self, cursor: str | None = None) -> BatchPage | CallFailed:
         """A page of jobs, newest first; ``cursor`` is the previous page's ``next_cursor``, a page number.
@@ -192,17 +162,9 @@ class MistralProvider(HttpCalls):
         """
         page, size = wire.page_of(cursor), self.account.list_page_size
         params = {"page": str(page), "page_size": str(size), "order_by": "-created"}
-
-        async def attempt() -> BatchPage | Miss:
-            answer = await self._exchange(Call.LIST, "GET", "/batch/jobs", params=params)
-            if isinstance(answer, Miss):
-                return answer
-            try:
-                return wire.read_job_page(read_json(answer.body), page, size)
-            except NotOurShape:
-                return nonsense_answer(Call.LIST, answer, "unreadable_answer")
-
-        return await self._patiently(attempt)
+        return await self._ask(
+            Call.LIST, "GET", "/batch/jobs", lambda value: wire.read_job_page(value, page, size), params
+        )
 
     async def list_files(self, role: FileRole, cursor: str | None = None) -> FilePage | CallFailed:
         """A page of batch files; ``cursor`` as with jobs.
@@ -220,17 +182,9 @@ class MistralProvider(HttpCalls):
             ("purpose", _PURPOSE),
             *(("sample_type", kind) for kind in wire.SAMPLE_TYPES[role]),
         ]
-
-        async def attempt() -> FilePage | Miss:
-            answer = await self._exchange(Call.LIST_FILES, "GET", "/files", params=params)
-            if isinstance(answer, Miss):
-                return answer
-            try:
-                return wire.read_file_page(read_json(answer.body), page, size, role)
-            except NotOurShape:
-                return nonsense_answer(Call.LIST_FILES, answer, "unreadable_answer")
-
-        return await self._patiently(attempt)
+        return await self._ask(
+            Call.LIST_FILES, "GET", "/files", lambda value: wire.read_file_page(value, page, size, role), params
+        )
 
     async def download(self, file_id: FileId, to: Path) -> DownloadedFile | CallFailed:
         """Fetch a file's content to ``to`` (0600), each try from its beginning; ``to`` appears only when whole.
@@ -245,20 +199,7 @@ class MistralProvider(HttpCalls):
 
     async def delete_file(self, file_id: FileId) -> CallFailed | None:
         """None when the file is gone. A 404 counts as gone unless it is some gateway's."""
-
-        async def attempt() -> CallFailed | Miss | None:
-            answer = await self._exchange(Call.DELETE, "DELETE", f"/files/{path_segment(file_id)}")
-            if isinstance(answer, Miss):
-                return None if answer.failure.kind is CallFailure.NOT_FOUND else answer
-            try:
-                value = read_json(answer.body) if answer.body else None
-            except NotOurShape:
-                return None
-            if isinstance(value, dict) and value.get("deleted") is False:
-                return nonsense_answer(Call.DELETE, answer, "not_deleted")
-            return None
-
-        return await self._patiently(attempt)
+        return await self._delete(f"/files/{path_segment(file_id)}")
 
     async def answer(self, endpoint: str, body: bytes, timeout_s: float) -> SyncAnswer:
         """Run one row now: sent once and unchanged, over a connection of its own.
@@ -271,10 +212,6 @@ class MistralProvider(HttpCalls):
         return await self._sync.call(endpoint, body, timeout_s)
 
     # --------------------------------------------------------------------------------------- the lines
-
-    def check_request(self, endpoint: str, body: bytes) -> tuple[str, str] | None:  # noqa: ARG002 (the provider decides)
-        """None: what a batch refuses is known from its answer only."""
-        return None
 
     def render_line(self, url: str, body: bytes) -> bytes:  # noqa: ARG002 (the endpoint stands on the job)
         """The request line behind its ``custom_id`` member, with the line feed.
@@ -295,19 +232,3 @@ class MistralProvider(HttpCalls):
     def classify_batch_error(self, error: LineError) -> BatchErrorKind:
         """What one entry of a failed job's error list is about."""
         return classify_batch_error(error)
-
-    # ----------------------------------------------------------------------------------------- inside
-
-    async def _job_call(self, call: Call, method: str, path: str) -> BatchSnapshot | CallFailed:
-        async def attempt() -> BatchSnapshot | Miss:
-            answer = await self._exchange(call, method, path)
-            return answer if isinstance(answer, Miss) else _read_job(call, answer)
-
-        return await self._patiently(attempt)
-
-
-def _read_job(call: Call, answer: Answer) -> BatchSnapshot | Miss:
-    try:
-        return wire.read_job(read_json(answer.body))
-    except NotOurShape:
-        return nonsense_answer(call, answer, "unreadable_answer")

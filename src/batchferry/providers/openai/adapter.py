@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import httpx
 import msgspec
 
 from batchferry.domain.batcherrors import BatchErrorKind
 from batchferry.domain.dialect import UploadWay
-from batchferry.domain.errors import InvariantBroken
 from batchferry.domain.ids import FileId, ProviderBatchId
 from batchferry.domain.provider import (
     BatchPage,
@@ -34,7 +34,8 @@ from batchferry.domain.provider import (
 from batchferry.domain.rows import ResultLine, SyncAnswer, UnreadableLine
 from batchferry.ports import Clock, UploadSource
 from batchferry.providers import failures, http
-from batchferry.providers.calls import Answer, Form, HttpCalls, Miss, exactly, nonsense_answer, path_segment
+from batchferry.providers.calls import Form, Miss, exactly, nonsense_answer, path_segment, read_answer
+from batchferry.providers.filecalls import FileCalls, check_form_name
 from batchferry.providers.openai import errors, wire
 from batchferry.providers.openai.account import OpenAIAccount
 from batchferry.providers.openai.classes import classify_batch_code
@@ -47,7 +48,7 @@ from batchferry.providers.synccall import SyncCaller
 _LINK, _OUTPUT, _ERROR = "link", "output", "error"
 
 
-class OpenAIProvider(HttpCalls):
+class OpenAIProvider(FileCalls):
     """One account; safe for concurrent use within one event loop. ``close`` it when done.
 
     Args:
@@ -56,8 +57,6 @@ class OpenAIProvider(HttpCalls):
         transport: stands in for the network, in tests.
         rng: source of the jitter.
     """
-
-    is_inline = False
 
     def __init__(
         self,
@@ -99,8 +98,7 @@ class OpenAIProvider(HttpCalls):
             ValueError: a file name no server would take.
             InvariantBroken: the source gave another number of bytes than its size.
         """
-        if not file_name.endswith(".jsonl") or not file_name.isascii() or set(file_name) & set('"\\/\r\n\0'):
-            raise ValueError(f"file name {file_name!r} is not a plain ASCII name that ends in .jsonl")
+        check_form_name(file_name)
         size_bytes = source.size_bytes
         if size_bytes > self.account.max_upload_bytes:
             return CallFailed(Call.UPLOAD, CallFailure.REJECTED, code="file_too_large", is_definite=True)
@@ -113,42 +111,7 @@ class OpenAIProvider(HttpCalls):
             life_s = max(expires_after_s, self._dialect.min_file_expiry_s)
             fields |= {"expires_after[anchor]": "created_at", "expires_after[seconds]": str(life_s)}
         form = Form(fields, file_name, source)
-
-        async def attempt() -> UploadedFile | Miss:
-            answer = await self._exchange(
-                Call.UPLOAD,
-                "POST",
-                self._dialect.files_path,
-                content=form.chunks(),
-                headers={"content-type": form.content_type, "content-length": str(form.size_bytes)},
-                total_s=self.account.timeouts.upload_s,
-            )
-            if isinstance(answer, Miss):
-                return answer
-            try:
-                uploaded, status = wire.read_file(read_json(answer.body))
-            except NotOurShape:
-                return nonsense_answer(Call.UPLOAD, answer, "unreadable_answer")
-            if uploaded.size_bytes not in {0, size_bytes}:
-                return nonsense_answer(Call.UPLOAD, answer, "size_mismatch")
-            if status == "error":
-                return Miss(CallFailed(Call.UPLOAD, CallFailure.REJECTED, answer.status, "file_status_error"))
-            return UploadedFile(uploaded.file_id, size_bytes, uploaded.expires_at)
-
-        return await self._patiently(attempt)
-
-    async def create_inline(
-        self,
-        source: UploadSource,  # noqa: ARG002 (never called)
-        endpoint: str,  # noqa: ARG002
-        model: str,  # noqa: ARG002
-    ) -> BatchSnapshot | CallFailed:
-        """Batches of this family are made of files: this is never to be called.
-
-        Raises:
-            InvariantBroken: always.
-        """
-        raise InvariantBroken(f"account {self.name} makes batches of files, not inline")
+        return await self._patiently(lambda: self._send_form(self._dialect.files_path, form, wire.read_file))
 
     async def create(
         self,
@@ -181,33 +144,27 @@ class OpenAIProvider(HttpCalls):
         )
         if isinstance(answer, Miss):
             return answer.failure
-        batch = _read_batch(Call.CREATE, answer)
+        batch = read_answer(Call.CREATE, answer, _read_batch)
         return batch.failure if isinstance(batch, Miss) else batch
 
     async def retrieve(self, provider_batch_id: ProviderBatchId) -> BatchSnapshot | CallFailed:
         """The batch as it is now."""
-        return await self._batch_call(Call.RETRIEVE, "GET", self._batch_path(provider_batch_id))
+        return await self._ask(Call.RETRIEVE, "GET", self._batch_path(provider_batch_id), _read_batch)
 
     async def cancel(self, provider_batch_id: ProviderBatchId) -> BatchSnapshot | CallFailed:
         """Ask for the end of a batch; ``CONFLICT`` when it has ended already. Asking twice is harmless."""
-        return await self._batch_call(Call.CANCEL, "POST", f"{self._batch_path(provider_batch_id)}/cancel")
+        return await self._ask(Call.CANCEL, "POST", f"{self._batch_path(provider_batch_id)}/cancel", _read_batch)
 
     async def list_batches(self, cursor: str | None = None) -> BatchPage | CallFailed:
         """A page of batches, newest first; ``cursor`` is the previous page's ``next_cursor``."""
         page_size = self.account.list_page_size
         params = {"limit": str(page_size)} | ({self._dialect.cursor_param: cursor} if cursor else {})
 
-        async def attempt() -> BatchPage | Miss:
-            answer = await self._exchange(Call.LIST, "GET", self._dialect.batches_path, params=params)
-            if isinstance(answer, Miss):
-                return answer
-            try:
-                page = wire.read_batch_page(read_json(answer.body), cursor, page_size)
-                return replace(page, batches=tuple(map(_hide_links, page.batches)))
-            except NotOurShape:
-                return nonsense_answer(Call.LIST, answer, "unreadable_answer")
+        def read(value: Any) -> BatchPage:
+            page = wire.read_batch_page(value, cursor, page_size)
+            return replace(page, batches=tuple(map(_hide_links, page.batches)))
 
-        return await self._patiently(attempt)
+        return await self._ask(Call.LIST, "GET", self._dialect.batches_path, read, params)
 
     async def list_files(self, role: FileRole, cursor: str | None = None) -> FilePage | CallFailed:
         """A page of batch files, newest first; ``cursor`` is the previous page's ``next_cursor``.
@@ -219,17 +176,13 @@ class OpenAIProvider(HttpCalls):
         page_size = account.file_page_size
         params = {"purpose": purpose, "order": "desc", "limit": str(page_size)}
         params |= {self._dialect.cursor_param: cursor} if cursor else {}
-
-        async def attempt() -> FilePage | Miss:
-            answer = await self._exchange(Call.LIST_FILES, "GET", self._dialect.files_path, params=params)
-            if isinstance(answer, Miss):
-                return answer
-            try:
-                return wire.read_file_page(read_json(answer.body), cursor, page_size, purpose)
-            except NotOurShape:
-                return nonsense_answer(Call.LIST_FILES, answer, "unreadable_answer")
-
-        return await self._patiently(attempt)
+        return await self._ask(
+            Call.LIST_FILES,
+            "GET",
+            self._dialect.files_path,
+            lambda value: wire.read_file_page(value, cursor, page_size, purpose),
+            params,
+        )
 
     async def download(self, file_id: FileId, to: Path) -> DownloadedFile | CallFailed:
         """Fetch a file's content to ``to`` (0600), each try from its beginning; ``to`` appears only when whole.
@@ -249,20 +202,7 @@ class OpenAIProvider(HttpCalls):
         """
         if _link_of(file_id) is not None:
             return None
-
-        async def attempt() -> CallFailed | Miss | None:
-            answer = await self._exchange(Call.DELETE, "DELETE", self._file_path(file_id))
-            if isinstance(answer, Miss):
-                return None if answer.failure.kind is CallFailure.NOT_FOUND else answer
-            try:
-                value = read_json(answer.body) if answer.body else None
-            except NotOurShape:
-                return None
-            if isinstance(value, dict) and value.get("deleted") is False:
-                return nonsense_answer(Call.DELETE, answer, "not_deleted")
-            return None
-
-        return await self._patiently(attempt)
+        return await self._delete(self._file_path(file_id))
 
     async def answer(self, endpoint: str, body: bytes, timeout_s: float) -> SyncAnswer:
         """Run one row now: sent once and unchanged, over a connection of its own.
@@ -275,10 +215,6 @@ class OpenAIProvider(HttpCalls):
         return await self._sync.call(endpoint, body, timeout_s)
 
     # --------------------------------------------------------------------------------------- the lines
-
-    def check_request(self, endpoint: str, body: bytes) -> tuple[str, str] | None:  # noqa: ARG002 (the provider decides)
-        """None: what a batch refuses is known from its answer only."""
-        return None
 
     def render_line(self, url: str, body: bytes) -> bytes:
         """The request line behind its ``custom_id`` member, with the line feed; the endpoint by the server's name.
@@ -301,13 +237,6 @@ class OpenAIProvider(HttpCalls):
         return classify_batch_code(error.code, error.param, error.line, error.message)
 
     # ----------------------------------------------------------------------------------------- inside
-
-    async def _batch_call(self, call: Call, method: str, path: str) -> BatchSnapshot | CallFailed:
-        async def attempt() -> BatchSnapshot | Miss:
-            answer = await self._exchange(call, method, path)
-            return answer if isinstance(answer, Miss) else _read_batch(call, answer)
-
-        return await self._patiently(attempt)
 
     def _refused(self, call: Call, response: httpx.Response, body: bytes, file_id: str | None = None) -> Miss:
         miss = super()._refused(call, response, body, file_id)
@@ -429,11 +358,8 @@ def _account_headers(account: OpenAIAccount) -> dict[str, str]:
     return headers | {name.lower(): value for name, value in account.headers.items()}
 
 
-def _read_batch(call: Call, answer: Answer) -> BatchSnapshot | Miss:
-    try:
-        return _hide_links(wire.read_batch(read_json(answer.body)))
-    except NotOurShape:
-        return nonsense_answer(call, answer, "unreadable_answer")
+def _read_batch(value: Any) -> BatchSnapshot:
+    return _hide_links(wire.read_batch(value))
 
 
 def _hide_links(batch: BatchSnapshot) -> BatchSnapshot:
