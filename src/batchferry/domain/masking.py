@@ -23,13 +23,13 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from importlib.metadata import entry_points
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
 from batchferry.domain.errors import ConfigError
 from batchferry.domain.personaldata import DEFAULT_RULES, Found, Rule, find
+from batchferry.domain.plugins import load_plugin
 
 GROUP = "batchferry.maskers"
 STOCK = "stock"
@@ -110,25 +110,8 @@ def load_masker(name: str, *, rules: frozenset[Rule] | None = None, hash_key: by
         return StockMasker(DEFAULT_RULES if rules is None else rules, hash_key)
     if rules is not None or hash_key is not None:
         raise ConfigError([f"rules and key are for masker {STOCK!r}, and {name!r} is named: leave them out"])
-    found = entry_points(group=GROUP)
-    offered = {entry.value: entry for entry in found if entry.name == name}
-    if not offered:
-        known = ", ".join(sorted({STOCK, *(entry.name for entry in found)}))
-        remedy = f"install the package that offers it as an entry point of the group {GROUP}, or name another"
-        raise ConfigError([f"there is no masker {name!r}; known are: {known}; {remedy}"])
-    if len(offered) > 1:
-        raise ConfigError(
-            [f"masker {name!r} is offered more than once ({', '.join(sorted(offered))}): uninstall all but one"]
-        )
-    (entry,) = offered.values()
-    try:
-        loaded = entry.load()
-        masker = loaded() if isinstance(loaded, type) else loaded
-    except Exception as error:  # foreign code: whatever it raises is a fault of the settings
-        raise ConfigError([f"masker {name!r} ({entry.value}) cannot be loaded: {type(error).__name__}"]) from error
-    if not isinstance(masker, Masker):
-        raise ConfigError([f"masker {name!r} ({entry.value}) has no method mask(body, endpoint)"])
-    return masker
+    found: Masker = load_plugin("masker", GROUP, name, {STOCK}, Masker, "mask(body, endpoint)")
+    return found
 
 
 class _TooTangled(ValueError):

@@ -21,12 +21,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
-from importlib.metadata import entry_points
 from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from batchferry.domain.errors import ConfigError
+from batchferry.domain.plugins import load_plugin
 from batchferry.domain.requests import DEFAULT_RULES, BadRecord, Request, RequestRules, estimate_tokens, parse_request
 
 Headers = tuple[tuple[str, bytes | None], ...]
@@ -105,25 +104,8 @@ def load_splitter(name: str) -> Splitter:
     """
     if name in _BUILT_IN:
         return _BUILT_IN[name]
-    found = entry_points(group=GROUP)
-    offered = {entry.value: entry for entry in found if entry.name == name}
-    if not offered:
-        known = ", ".join(sorted({*_BUILT_IN, *(entry.name for entry in found)}))
-        remedy = f"install the package that offers it as an entry point of the group {GROUP}, or name another"
-        raise ConfigError([f"there is no splitter {name!r}; known are: {known}; {remedy}"])
-    if len(offered) > 1:
-        raise ConfigError(
-            [f"splitter {name!r} is offered more than once ({', '.join(sorted(offered))}): uninstall all but one"]
-        )
-    (entry,) = offered.values()
-    try:
-        loaded = entry.load()
-        splitter = loaded() if isinstance(loaded, type) else loaded
-    except Exception as error:  # foreign code: whatever it raises is a fault of the settings
-        raise ConfigError([f"splitter {name!r} ({entry.value}) cannot be loaded: {type(error).__name__}"]) from error
-    if not isinstance(splitter, Splitter):
-        raise ConfigError([f"splitter {name!r} ({entry.value}) has no method split(body, endpoint, max_tokens)"])
-    return splitter
+    found: Splitter = load_plugin("splitter", GROUP, name, _BUILT_IN, Splitter, "split(body, endpoint, max_tokens)")
+    return found
 
 
 def make_parts(

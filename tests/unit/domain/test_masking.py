@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint
 import msgspec
 import pytest
 
-from batchferry.domain import masking
+from batchferry.domain import masking, plugins
 from batchferry.domain.errors import ConfigError
 from batchferry.domain.masking import Masked, MaskFault, StockMasker, load_masker, mask_body, stock
 from batchferry.domain.personaldata import Rule
@@ -410,7 +410,7 @@ def _entry(name: str, value: str) -> EntryPoint:
 def test_maskers_are_loaded_by_name(monkeypatch: pytest.MonkeyPatch):
     """The built-in one without any metadata, others as objects or classes of installed packages."""
     here = [_entry("mine", f"{__name__}:Foreign")]
-    monkeypatch.setattr(masking, "entry_points", lambda group: here if group == masking.GROUP else [])
+    monkeypatch.setattr(plugins, "entry_points", lambda group: here if group == masking.GROUP else [])
     assert isinstance(load_masker("stock", hash_key=b"k" * 16), StockMasker)
     assert isinstance(load_masker("mine"), Foreign)
 
@@ -437,7 +437,7 @@ def test_a_masker_that_cannot_be_used_is_a_fault_of_the_settings(
         _entry("twice", "c:d"),
         _entry("wrong", "no_such_package_here:x"),
     ]
-    monkeypatch.setattr(masking, "entry_points", lambda group: here)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: here)
     with pytest.raises(ConfigError, match=words):
         load_masker(name, **options)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from batchferry.domain import splitting
+from batchferry.domain import plugins, splitting
 from batchferry.domain.errors import ConfigError
 from batchferry.domain.requests import Request, RequestRules, estimate_tokens, parse_request
 from batchferry.domain.splitting import (
@@ -444,7 +444,7 @@ def test_the_depth_is_read_back_or_is_none(headers: Sequence[tuple[str, bytes | 
 def offer(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
     """Let packages offer splitters."""
     found = EntryPoints(EntryPoint(name.rstrip("_"), value, GROUP) for name, value in values.items())
-    monkeypatch.setattr(splitting, "entry_points", lambda group: found.select(group=group))
+    monkeypatch.setattr(plugins, "entry_points", lambda group: found.select(group=group))
 
 
 def test_the_built_in_splitter_is_what_the_package_offers():
