@@ -27,6 +27,7 @@ _ESCAPE = re.compile(
     r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[dD][c-fC-F][0-9a-fA-F]{2})?|u[dD][c-fC-F][0-9a-fA-F]{2}|.)", re.DOTALL
 )
 _HALF_PAIR_CHARS = 6
+_any_json = msgspec.json.Decoder(Raw)
 
 
 def _mend_token(match: re.Match[str]) -> str:
@@ -40,6 +41,27 @@ def _hide_half_pair(match: re.Match[str]) -> str:
     """The escape of half a surrogate pair becomes that of U+FFFD, which is as long."""
     escape = match.group()
     return r"\ufffd" if len(escape) == _HALF_PAIR_CHARS else escape
+
+
+def whole_json(body: bytes) -> tuple[bytes, bytes] | None:
+    """A whole answer: as it came but for blanks around it, or mended, and as the strict decoder takes it.
+
+    Two empty texts where it says nothing; None where it says something that is no JSON.
+    """
+    stripped = body.strip(b" \t\r\n")
+    try:
+        if not body.isascii():
+            body.decode()
+        if stripped:
+            _any_json.decode(stripped)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        mended, readable = mend(body)
+        try:
+            _any_json.decode(readable)
+        except (msgspec.DecodeError, RecursionError):
+            return None if readable else (b"", b"")
+        return mended, readable
+    return stripped, stripped
 
 
 def mend(raw: bytes) -> tuple[bytes, bytes]:

@@ -39,7 +39,7 @@ from msgspec import Raw, Struct
 
 from batchferry.domain.provider import Usage
 from batchferry.domain.rows import ResultLine, RowClass, RowFlag, UnreadableLine
-from batchferry.providers.mending import loosely, mend, visible_id
+from batchferry.providers.mending import loosely, mend, visible_id, whole_json
 from batchferry.providers.shapes import NotOurShape, body_error, error_facts, read_json, safe_code
 from batchferry.providers.verdicts import (
     BROKEN_REASONS,
@@ -381,7 +381,6 @@ def _shape_of(endpoint: str) -> _Shape:
 # ---------------------------------------------------------------------------------------- the reading
 
 _line = msgspec.json.Decoder(_Line)
-_any_json = msgspec.json.Decoder(Raw)
 
 
 def _error_of(raw: Raw | bytes) -> ErrorFacts:
@@ -461,21 +460,10 @@ class LineReader:
         bytes stay as they are but for blanks around them; what is not quite JSON is mended like a line. A 2xx that
         cannot be read is ``UNREADABLE``.
         """
-        readable = body.strip(b" \t\r\n")
-        kept = readable
-        try:
-            if not body.isascii():
-                body.decode()
-            if readable:
-                _any_json.decode(readable)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            kept, readable = mend(body)
-            try:
-                _any_json.decode(readable)
-            except (msgspec.DecodeError, RecursionError):
-                if 200 <= status < 300 and readable:
-                    return ResultLine("", RowClass.UNREADABLE, status, request_id, code=OurCode.UNREADABLE_ANSWER.value)
-                kept = readable = b""
+        whole = whole_json(body)
+        if whole is None and 200 <= status < 300:
+            return ResultLine("", RowClass.UNREADABLE, status, request_id, code=OurCode.UNREADABLE_ANSWER.value)
+        kept, readable = whole or (b"", b"")
         return self._with_response("", status, request_id, kept, readable, b"", _shape_of(endpoint))
 
     def _with_response(

@@ -6,18 +6,21 @@ texts, and send ``""`` for what is not there.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from batchferry.domain.ids import FileId
 from batchferry.domain.provider import BatchSnapshot, ProviderStatus, RequestCounts
 from batchferry.providers.verdicts import NO_FACTS, ErrorFacts
+
+_T = TypeVar("_T")
 
 MAX_MESSAGE_CHARS = 8_192
 """A provider's message is cut here; the native error body, which we keep whole, has all of it."""
@@ -124,6 +127,15 @@ def doubt_order(batches: Sequence[BatchSnapshot]) -> tuple[BatchSnapshot, ...]:
     if is_ascending or any(at > before + timedelta(seconds=ORDER_SLACK_S) for at, before in newer):
         return tuple(replace(one, created_at=None) for one in batches)
     return tuple(batches)
+
+
+def readable(entries: Iterable[Any], read: Callable[[Any], _T]) -> list[_T]:
+    """What ``read`` makes of the entries of a list; those that it cannot take are left out."""
+    found = []
+    for entry in entries:
+        with contextlib.suppress(NotOurShape):
+            found.append(read(entry))
+    return found
 
 
 def metadata_of(value: Any) -> Mapping[str, str]:

@@ -29,7 +29,7 @@ from batchferry.providers.anthropic.classes import (
     classify,
 )
 from batchferry.providers.anthropic.wire import error_facts, is_envelope, request_id_of
-from batchferry.providers.mending import loosely, mend, visible_id
+from batchferry.providers.mending import loosely, mend, visible_id, whole_json
 from batchferry.providers.shapes import NotOurShape, read_json, safe_code
 from batchferry.providers.verdicts import NO_FACTS, ErrorFacts, OurCode
 
@@ -95,7 +95,6 @@ _BLANKS = re.compile(rb"(?:[ \t\r\n]|\\[nrt])+")
 
 _line = msgspec.json.Decoder(_Line)
 _message = msgspec.json.Decoder(_Message)
-_any_json = msgspec.json.Decoder(Raw)
 
 
 def read_line(line: bytes) -> ResultLine | UnreadableLine:
@@ -267,21 +266,11 @@ def judge_answer(status: int, request_id: str | None, body: bytes) -> ResultLine
     The ``body`` of the verdict is JSON, or None where the answer holds none. A 2xx that cannot be read is
     ``UNREADABLE``.
     """
-    kept = readable = body.strip(b" \t\r\n")
     is_success = 200 <= status < 300
-    try:
-        if not body.isascii():
-            body.decode()
-        if readable:
-            _any_json.decode(readable)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        kept, readable = mend(body)
-        try:
-            _any_json.decode(readable)
-        except (msgspec.DecodeError, RecursionError):
-            if is_success and readable:
-                return ResultLine("", RowClass.UNREADABLE, status, request_id, code=OurCode.UNREADABLE_ANSWER.value)
-            kept = readable = b""
+    whole = whole_json(body)
+    if whole is None and is_success:
+        return ResultLine("", RowClass.UNREADABLE, status, request_id, code=OurCode.UNREADABLE_ANSWER.value)
+    kept, readable = whole or (b"", b"")
     envelope: Any = None
     if not is_success or b'"error"' in readable[:200]:
         envelope = _or_none(readable)

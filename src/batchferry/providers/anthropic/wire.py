@@ -15,7 +15,16 @@ from batchferry.domain.ids import FileId, ProviderBatchId
 from batchferry.domain.provider import BatchPage, BatchSnapshot, RequestCounts
 from batchferry.ports import UploadSource
 from batchferry.providers.anthropic.statuses import read_status
-from batchferry.providers.shapes import NotOurShape, count_of, message_of, object_of, read_instant, safe_code, text_of
+from batchferry.providers.shapes import (
+    NotOurShape,
+    count_of,
+    message_of,
+    object_of,
+    read_instant,
+    readable,
+    safe_code,
+    text_of,
+)
 from batchferry.providers.verdicts import NO_FACTS, ErrorFacts
 
 RESULTS = "results:"
@@ -129,12 +138,7 @@ def read_batch_page(body: Any, cursor: str | None, page_size: int) -> BatchPage:
     entries = members.get("data")
     if not isinstance(entries, list):
         raise NotOurShape
-    batches: list[BatchSnapshot] = []
-    for entry in entries:
-        try:
-            batches.append(read_batch(entry))
-        except NotOurShape:
-            continue
+    batches = readable(entries, read_batch)
     return BatchPage(tuple(batches), _next_cursor(members, entries, cursor, page_size))
 
 

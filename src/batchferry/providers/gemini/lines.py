@@ -35,7 +35,7 @@ from batchferry.providers.gemini.classes import (
     classify_row,
     error_facts,
 )
-from batchferry.providers.mending import loosely, mend, visible_id
+from batchferry.providers.mending import loosely, mend, visible_id, whole_json
 from batchferry.providers.shapes import NotOurShape, read_json, safe_code
 from batchferry.providers.verdicts import OurCode
 
@@ -105,7 +105,6 @@ _NOTHING_AT_ALL = _Findings((), RowClass.TRANSIENT, OurCode.EMPTY_ANSWER.value)
 
 _line = msgspec.json.Decoder(_Line)
 _response = msgspec.json.Decoder(_Response)
-_any_json = msgspec.json.Decoder(Raw)
 
 
 # ------------------------------------------------------------------------------------------ the judgement
@@ -329,21 +328,11 @@ def judge_answer(status: int, request_id: str | None, body: bytes) -> ResultLine
     The ``body`` of the verdict is JSON, or None where the answer holds none. A 2xx that cannot be read is
     ``UNREADABLE``.
     """
-    readable = body.strip(b" \t\r\n")
-    kept, is_good = readable, 200 <= status < 300
-    try:
-        if not body.isascii():
-            body.decode()
-        if readable:
-            _any_json.decode(readable)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        kept, readable = mend(body)
-        try:
-            _any_json.decode(readable)
-        except (msgspec.DecodeError, RecursionError):
-            if is_good and readable:
-                return ResultLine("", RowClass.UNREADABLE, status, request_id, code=OurCode.UNREADABLE_ANSWER.value)
-            kept = readable = b""
+    is_good = 200 <= status < 300
+    whole = whole_json(body)
+    if whole is None and is_good:
+        return ResultLine("", RowClass.UNREADABLE, status, request_id, code=OurCode.UNREADABLE_ANSWER.value)
+    kept, readable = whole or (b"", b"")
     if not is_good:
         facts = body_error(_or_none(readable)) or NO_FACTS
         return _failed("", status, request_id, kept or None, facts)

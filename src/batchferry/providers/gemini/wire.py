@@ -36,6 +36,7 @@ from batchferry.providers.shapes import (
     file_id_of,
     object_of,
     read_instant,
+    readable,
     text_of,
 )
 
@@ -184,12 +185,7 @@ def read_batch_page(body: Any, cursor: str | None, expires_after_s: int) -> Batc
     Raises:
         NotOurShape: no object.
     """
-    batches: list[BatchSnapshot] = []
-    for entry in _entries(body, "operations"):
-        try:
-            batches.append(read_batch(entry, expires_after_s))
-        except NotOurShape:
-            continue
+    batches = readable(_entries(body, "operations"), lambda entry: read_batch(entry, expires_after_s))
     return BatchPage(doubt_order(batches), _next_cursor(body, cursor))
 
 

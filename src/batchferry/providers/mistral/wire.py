@@ -39,6 +39,7 @@ from batchferry.providers.shapes import (
     metadata_of,
     object_of,
     read_instant,
+    readable,
     safe_code,
     text_of,
 )
@@ -136,12 +137,7 @@ def read_job_page(body: Any, page: int, page_size: int) -> BatchPage:
         NotOurShape: no list of jobs.
     """
     entries = _entries(body)
-    jobs: list[BatchSnapshot] = []
-    for entry in entries:
-        try:
-            jobs.append(read_job(entry))
-        except NotOurShape:
-            continue
+    jobs = readable(entries, read_job)
     return BatchPage(doubt_order(jobs), _next_page(body, entries, page, page_size))
 
 

@@ -38,6 +38,7 @@ from batchferry.providers.shapes import (
     object_of,
     read_instant,
     read_json,
+    readable,
     safe_code,
     text_of,
 )
@@ -164,12 +165,7 @@ def read_batch_page(body: Any, cursor: str | None, page_size: int) -> BatchPage:
         NotOurShape: no list of batches.
     """
     entries = _entries(body)
-    batches: list[BatchSnapshot] = []
-    for entry in entries:
-        try:
-            batches.append(read_batch(entry))
-        except NotOurShape:
-            continue
+    batches = readable(entries, read_batch)
     return BatchPage(doubt_order(batches), _next_cursor(body, entries, cursor, page_size))
 
 
